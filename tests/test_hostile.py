@@ -47,7 +47,7 @@ def target_model() -> torch.nn.Module:
 
 
 def test_a_drafter_that_is_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="drafters holds None"):
+    with pytest.raises(ConfigError, match="drafters contains None"):
         SpeculativeConfig(method="union", drafters=["ngram", None])
 
 

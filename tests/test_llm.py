@@ -448,7 +448,7 @@ def test_calling_back_from_a_processor_is_refused(llm: LLM) -> None:
 
 
 def test_a_drafter_is_needed_for_draft_model() -> None:
-    with pytest.raises(ConfigError, match="needs a drafter"):
+    with pytest.raises(ConfigError, match="needs a draft model"):
         LLM(toy_model(), "draft_model")
 
 

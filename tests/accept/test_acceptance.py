@@ -40,7 +40,7 @@ def test_what_typical_accepts_is_a_part_of_the_config() -> None:
     named = {"typical_acceptance_sampler_posterior_alpha": 0.5, "rejection_sample_method": "typical"}
     assert SpeculativeConfig(method="medusa", **named).typical_limits == TypicalLimits(0.09, 0.5)
     assert SpeculativeConfig(method="ngram").typical_limits == TypicalLimits()
-    with pytest.raises(ConfigError, match="belong to rejection_sample_method='typical'"):
+    with pytest.raises(ConfigError, match="need rejection_sample_method='typical'"):
         SpeculativeConfig(method="medusa", posterior_alpha=0.5)
     with pytest.raises(ConfigError, match="posterior_threshold is 2"):
         SpeculativeConfig(method="medusa", acceptance="typical", posterior_threshold=2)

@@ -60,9 +60,9 @@ def test_entry_points_that_cannot_be_used_are_left_out_with_a_warning(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(methods())
     for message in (
-        "missing = nowhere_at_all:METHOD is left out: ModuleNotFoundError",
-        "other = json:dumps is left out: ConfigError: it is <function dumps",
-        "taken = json:METHOD is left out: AttributeError",
+        "missing = nowhere_at_all:METHOD is skipped: ModuleNotFoundError",
+        "other = json:dumps is skipped: ConfigError: the object is <function dumps",
+        "taken = json:METHOD is skipped: AttributeError",
     ):
         assert message in done.stderr
 

@@ -292,7 +292,7 @@ def test_what_was_planned_is_noted(case: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].looks_at != NOTHING])
 def test_a_drafter_without_a_distribution_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}'.*and ngram has none"):
+    with pytest.raises(ConfigError, match=f"'{name}'.*which ngram does not provide"):
         NGramDrafter(length_policy=POLICIES[name](3)).length(row(), 9)
 
 
@@ -366,8 +366,8 @@ def test_names_of_other_tools_mean_confidence(alias: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"method": "ngram", "length_policy": "egag"}, "'egag' looks at the distribution.*fixed, heuristic"),
-        ({"method": "ngram", "length_policy": "confidence"}, "'confidence' looks at the confidence"),
+        ({"method": "ngram", "length_policy": "egag"}, "'egag' needs the drafter's distribution.*fixed, heuristic"),
+        ({"method": "ngram", "length_policy": "confidence"}, "'confidence' needs the drafter's confidence"),
         ({"method": "nasd", "length_policy": "adaedl"}, "choose one of fixed, heuristic, bass, confidence, acceptance"),
         (
             {"method": "draft_model", "draft_threshold": 0.5},

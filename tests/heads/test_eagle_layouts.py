@@ -329,7 +329,7 @@ def test_a_head_in_memory_drafts() -> None:
     llm = LLM(model(), {"method": "eagle3", "model": random_head(3)})
     assert llm.drafting.heads == ("EagleHead",)
     assert len(llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
-    with pytest.raises(ConfigError, match="move it with"):
+    with pytest.raises(ConfigError, match="convert it with"):
         LLM(model(), {"method": "eagle3", "model": random_head(3).float()})
     with pytest.raises(CheckpointError, match="generation 3"):
         LLM(model(), {"method": "eagle2", "model": random_head(3)})
@@ -337,7 +337,7 @@ def test_a_head_in_memory_drafts() -> None:
         LLM(model(), {"method": "eagle3", "model": toy_model(VOCAB_SIZE)})
     with pytest.raises(CheckpointError, match="for a target of 2 layers"):
         check_fits(random_head(3), facts(num_layers=9), 3)
-    with pytest.raises(CheckpointError, match="drafts for 64 tokens"):
+    with pytest.raises(CheckpointError, match="for a target of 64 tokens"):
         check_fits(random_head(3), facts(vocab_size=65), 3)
 
 
@@ -461,30 +461,30 @@ REFUSALS: list[tuple[Layout, Change, str]] = [
     (eagle, shaped("layers.1.mlp.extra", 3), "missing: layers.1"),
     (eagle, shaped("something.weight", 3), "extra: something.weight 3"),
     (eagle, shaped("layers.last.weight", 3), "extra: layers.last.weight 3"),
-    (eagle, turned("fc.weight"), "transposed: fc.weight is 64x32, want 32x64"),
+    (eagle, turned("fc.weight"), "transposed: fc.weight is 64x32, expected 32x64"),
     (eagle, turned("layers.0.mlp.gate_proj.weight"), "transposed: layers.0.mlp.gate_proj.weight is 32x64"),
     (eagle, turned("layers.0.self_attn.k_proj.weight"), "transposed: layers.0.self_attn.k_proj.weight"),
-    (eagle, shaped("fc.bias", 31), "wrongly shaped: fc.bias is 31, want 32"),
+    (eagle, shaped("fc.bias", 31), "wrongly shaped: fc.bias is 31, expected 32"),
     (eagle, shaped("layers.0.mlp.down_proj.weight", 32, 63), "wrongly shaped: layers.0.mlp.down_proj.weight is 32x63"),
-    (eagle, shaped("layers.0.self_attn.k_proj.weight", 12, 32), "cannot share"),
+    (eagle, shaped("layers.0.self_attn.k_proj.weight", 12, 32), "does not fit 4 heads"),
     (eagle, shaped("embed_tokens.weight", 63, 32), "embed_tokens.weight of a head is 63x32"),
     (eagle, told(num_attention_heads=5), "not a whole number of heads"),
     (eagle, told(num_attention_heads=None), "num_attention_heads is missing"),
     (eagle, told(num_attention_heads="4"), "num_attention_heads is '4'"),
     (eagle, told(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
-    (eagle, without("fc.weight"), "holds no head of EAGLE"),
+    (eagle, without("fc.weight"), "contains no EAGLE head"),
     (eagle3, turned("lm_head.weight"), "transposed: lm_head.weight"),
     (eagle3, without("lm_head.weight"), "lm_head.weight is missing"),
-    (eagle3, without("d2t"), "no d2t says which tokens"),
+    (eagle3, without("d2t"), "no d2t maps rows"),
     (eagle3, shaped("d2t", 4), "does not fit"),
     (eagle3, lambda config, tensors: tensors["d2t"].add_(40), "does not fit the toy"),
-    (eagle3, lambda config, tensors: tensors.update(t2d=~tensors["t2d"]), "contradicts itself"),
+    (eagle3, lambda config, tensors: tensors.update(t2d=~tensors["t2d"]), "is inconsistent"),
     (eagle3, told(norm_output="yes"), "norm_output is 'yes'"),
-    (eagle3, told(fc_norm=True), "says fc_norm, and the norm that it means is missing"),
-    (eagle3, told(target_hidden_size=64), "reads features of 64"),
-    (eagle3, told(eagle_aux_hidden_state_layer_ids=[2, 16, 29]), "reads layers .* and the toy has 2"),
-    (eagle3, told(eagle_aux_hidden_state_layer_ids="2"), "want whole numbers"),
-    (eagle3, shaped("fc.weight", 32, 95), "fuses 95 numbers"),
+    (eagle3, told(fc_norm=True), "sets fc_norm, and the tensors of that norm are missing"),
+    (eagle3, told(target_hidden_size=64), "reads features of size 64"),
+    (eagle3, told(eagle_aux_hidden_state_layer_ids=[2, 16, 29]), "reads the layers .* and the toy has 2"),
+    (eagle3, told(eagle_aux_hidden_state_layer_ids="2"), "must be a list of whole numbers"),
+    (eagle3, shaped("fc.weight", 32, 95), "fuses features of total size 95"),
     (sglang, shaped("midlayer.hidden_norm.weight", 32), "two tensors for layers.0.hidden_norm.weight"),
 ]
 
@@ -500,8 +500,8 @@ def test_what_does_not_fit_is_refused_by_name(layout: Layout, change: Change, me
 
 def test_heads_of_other_targets_are_refused() -> None:
     for layout, others, message in (
-        (eagle, {"hidden_size": 64}, "it is of another target"),
-        (eagle3, {"hidden_size": 64}, "it is of another target"),
+        (eagle, {"hidden_size": 64}, "the head is for another target"),
+        (eagle3, {"hidden_size": 64}, "the head is for another target"),
         (eagle3, {"vocab_size": 65}, "does not fit the toy"),
         (eagle3_full_vocabulary, {"vocab_size": 63}, "and the toy has|another target|63"),
     ):
@@ -573,7 +573,7 @@ def test_a_head_that_disappoints_is_named_once(
     again, _ = read_eagle(read_checkpoint(tmp_path / "bad"), facts())
     assert write_eagle(again)[0]["first_token_acceptance"] == 0.9
     for wrong in (1.5, "0.9", True):
-        with pytest.raises(CheckpointError, match="must be a share"):
+        with pytest.raises(CheckpointError, match="must be a number from 0 to 1"):
             read_eagle(
                 Checkpoint("a head", {**write_eagle(again)[0], "first_token_acceptance": wrong}, tensors), facts()
             )

@@ -126,7 +126,7 @@ def test_medusa_as_published(num_layers: int, prefix: str, has_outputs: bool, tm
     config = {"medusa_num_heads": 2, "medusa_num_layers": num_layers}
     heads, notes = read_medusa(Checkpoint("x", config, {**tensors, **model}), H, V)
     assert heads.num_heads == K
-    assert any("medusa_num_heads: 2, and 3 are stored" in note for note in notes)
+    assert any("medusa_num_heads=2, but the checkpoint has 3" in note for note in notes)
     hidden = random(5, H)
     got = heads(hidden, output=lambda states: states)
     for head, want in enumerate(naive_medusa(tensors, hidden, num_layers, prefix)):
@@ -208,8 +208,8 @@ def quantized(tensors: Tensors) -> None:
         (missing, "missing: blocks.1.0.linear.bias 8"),
         (extra, "extra: lm_head.weight 20x8"),
         (of_two_layouts, "missing: blocks.3.0.linear.bias"),
-        (transposed, "transposed: lm_heads.2.weight is 8x20, want 20x8"),
-        (of_another_vocabulary, "lm_heads.0.weight is 24x8, want 20x8"),
+        (transposed, "transposed: lm_heads.2.weight is 8x20, expected 20x8"),
+        (of_another_vocabulary, "lm_heads.0.weight is 24x8, expected 20x8"),
         (not_finite, "NaN or infinite"),
         (quantized, "not floating-point"),
     ],
@@ -223,12 +223,14 @@ def test_medusa_that_is_not_as_published(change: Callable[[Tensors], None], mess
 
 def test_medusa_of_another_target_or_none() -> None:
     config = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-    with pytest.raises(CheckpointError, match=r"states of 8 numbers, and the target's have 16; they are of lmsys/vic"):
+    with pytest.raises(
+        CheckpointError, match=r"states of size 8, and the target's have size 16; the heads are for lmsys/vic"
+    ):
         read_medusa(Checkpoint("x", config, medusa_tensors()), 16, V)
     with pytest.raises(CheckpointError, match=r"has no Medusa heads; its tensors are fc\.weight"):
         read_medusa(Checkpoint("x", {}, {"fc.weight": random(H, H)}), H, V)
     outside = {**medusa_tensors(), "token_map": torch.tensor([1, 2, V])}
-    with pytest.raises(CheckpointError, match="it is of another target"):
+    with pytest.raises(CheckpointError, match="is for another target"):
         read_medusa(Checkpoint("x", {}, outside), H, V)
 
 
@@ -292,7 +294,7 @@ def test_later_layers_may_differ() -> None:
 def test_the_number_of_heads_is_that_of_the_tensors() -> None:
     heads, notes = read_hydra(hydra_checkpoint(False, hydra_num_heads=9), H, V)
     assert heads.num_heads == K
-    assert notes == ("its config says hydra_num_heads: 9, and 3 are stored, which are used",)
+    assert notes == ("the config says hydra_num_heads=9, but the checkpoint has 3, which are used",)
 
 
 def test_another_base_of_positions_is_heard() -> None:
@@ -308,8 +310,8 @@ def test_another_base_of_positions_is_heard() -> None:
         ("hydra_lm_head.3.weight", (V, H), "extra: lm_heads.3.weight 20x8"),
         ("fc.weight", (H, H), "extra: fc.weight 8x8"),
         ("hydra_mlp.1.0.res_connection.weight", (24, 8), "transposed: first.1.res_connection.weight is 24x8"),
-        ("hydra_mlp.1.0.linear.weight", (8, 16), "wrongly shaped: first.1.linear.weight is 8x16, want 8x24"),
-        ("hydra_lm_head.0.weight", (V + 1, H), "lm_heads.0.weight is 21x8, want 20x8"),
+        ("hydra_mlp.1.0.linear.weight", (8, 16), "wrongly shaped: first.1.linear.weight is 8x16, expected 8x24"),
+        ("hydra_lm_head.0.weight", (V + 1, H), "lm_heads.0.weight is 21x8, expected 20x8"),
     ],
 )
 def test_hydra_that_is_not_as_published(name: str, tensor: tuple[int, ...] | None, message: str) -> None:
@@ -324,11 +326,11 @@ def test_hydra_that_is_not_as_published(name: str, tensor: tuple[int, ...] | Non
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"hydra_head_arch": "eagle-attn"}, "known are mlp and prefix-mlp"),
+        ({"hydra_head_arch": "eagle-attn"}, "mlp and prefix-mlp are supported"),
         ({"hydra_head_arch": "prefix-mlp"}, "but the checkpoint lacks prefix_embeding_layer"),
-        ({"grounded_heads": False}, "heads that do not see drafted tokens"),
-        ({"hydra_num_layers": 2}, "store 4 layers each"),
-        ({"hidden_state_offset": -1}, "want 0 or more layers"),
+        ({"grounded_heads": False}, "heads that do not read drafted tokens"),
+        ({"hydra_num_layers": 2}, "each head has 4 layers"),
+        ({"hidden_state_offset": -1}, "whole number of layers, 0 or more"),
     ],
 )
 def test_configs_of_hydra_that_cannot_be(changed: dict[str, Any], message: str) -> None:
@@ -337,13 +339,13 @@ def test_configs_of_hydra_that_cannot_be(changed: dict[str, Any], message: str) 
 
 
 def test_hydra_of_another_target_or_none() -> None:
-    with pytest.raises(CheckpointError, match="they are of lmsys/vicuna-13b"):
+    with pytest.raises(CheckpointError, match="the heads are for lmsys/vicuna-13b"):
         read_hydra(hydra_checkpoint(False), 16, V)
     with pytest.raises(CheckpointError, match="has no Hydra heads"):
         read_hydra(Checkpoint("x", {}, {"fc.weight": random(H, H)}), H, V)
-    with pytest.raises(CheckpointError, match="not 2 and 2 heads of 4"):
+    with pytest.raises(CheckpointError, match="not match 2 and 2 heads of size 4"):
         read_hydra(hydra_checkpoint(True, num_attention_heads=2), H, V, LAYER)
-    with pytest.raises(CheckpointError, match="lacks num_attention_heads"):
+    with pytest.raises(CheckpointError, match="num_attention_heads is missing"):
         read_hydra(hydra_checkpoint(True), H, V)
 
 

@@ -162,7 +162,7 @@ def test_an_index_does_not_name_files_outside_of_its_folder(file: str, checkpoin
     """They were read, wherever they lay."""
     shutil.copytree(checkpoint, checkpoint.parent / "other")
     in_two_files(checkpoint, lambda parts, index: index.update(dict.fromkeys(parts[0], file)))
-    with pytest.raises(CheckpointError, match=f"names '{file}', which is no file in its folder"):
+    with pytest.raises(CheckpointError, match=f"names '{file}', which is not a file in its folder"):
         LLM(checkpoint)
 
 
@@ -180,9 +180,9 @@ INDEX = "model.safetensors.index.json"
         ({"weight_map": ["lm_head.weight"]}, "has no weight_map from tensors to files"),
         ({"lm_head.weight": None}, "has no weight_map from tensors to files"),
         ({"lm_head.weight": ["a.safetensors"]}, "has no weight_map from tensors to files"),
-        ({"lm_head.weight": "a\0b.safetensors"}, "names .*, which is no file in its folder"),
-        ({"lm_head.weight": "config.json"}, "names 'config.json', which is no .safetensors file"),
-        ({"lm_head.weight": "part/"}, "names 'part/', which is no .safetensors file"),
+        ({"lm_head.weight": "a\0b.safetensors"}, "names .*, which is not a file in its folder"),
+        ({"lm_head.weight": "config.json"}, "names 'config.json', which is not a .safetensors file"),
+        ({"lm_head.weight": "part/"}, "names 'part/', which is not a .safetensors file"),
         ({"lm_head.weight": "a.safetensors"}, "names 'a.safetensors', which is not there; download or copy"),
         ({"lm_head.weight": f"{'a' * 300}.safetensors"}, "names 'aaa.*, which is not there; download or copy"),
         ("[" * 100_000, "cannot be read .* download or copy it again"),

@@ -99,5 +99,5 @@ def test_shared_layers_run_over_all_nodes(name: str) -> None:
 
 def test_layers_are_not_left_out() -> None:
     """Later ones attend to their keys."""
-    with pytest.raises(UnsupportedModelError, match=r"'layer_skip' leaves out layers.*num_kv_shared_layers"):
+    with pytest.raises(UnsupportedModelError, match=r"'layer_skip' skips layers.*num_kv_shared_layers"):
         LLM(made("Gemma4", torch.float64), {"method": "layer_skip", "exit_layer": 2})

@@ -293,7 +293,7 @@ def test_prices_are_kept_with_their_digest(tmp_path: Path, monkeypatch: pytest.M
 def test_no_method_applies() -> None:
     tuning = Tuning(LLM(toy_model(64)), {"draft_model": {"method": "draft_model"}}, budget_seconds=60.0)
     tuning.measure()
-    with pytest.raises(ConfigError, match=r"none of the methods can be tried: draft_model: .* needs a drafter"):
+    with pytest.raises(ConfigError, match=r"none of the methods can be tried: draft_model: .* needs a draft model"):
         tuning.run([BenchPrompt(str(i), "x", (1, 2, 3 + i)) for i in range(6)], PARAMS)
 
 

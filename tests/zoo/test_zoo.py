@@ -536,8 +536,8 @@ def test_what_smollm2_does_not_bring_and_the_flattered_method_are_named(caplog: 
     caplog.set_level(logging.INFO, logger="foredraft")
     llm = LLM("zoo:smollm2", "ngram", execution="eager")
     assert llm.model_info.name == "zoo:smollm2"
-    for method, missing in (("draft_model", "a drafter"), ("rest", "a datastore")):
-        with pytest.raises(ConfigError, match=rf"{missing}, and zoo:smollm2 brings none along"):
+    for method, missing in (("draft_model", "a draft model"), ("rest", "a datastore")):
+        with pytest.raises(ConfigError, match=rf"{missing}, and zoo:smollm2 does not include one"):
             llm.with_speculative_config(method)
     assert llm.with_speculative_config("layer_skip").speculative_config.method == "layer_skip"  # which looks for a set
     assert "flattered" not in caplog.text

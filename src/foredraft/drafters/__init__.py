@@ -1,4 +1,4 @@
-"""Methods of drafting, and the way from a `SpeculativeConfig` to a drafter."""
+"""Drafters, and the functions that make one from a `SpeculativeConfig`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from foredraft.drafters.context import DrafterContext
 from foredraft.engine.drafter import Drafter
 
 DrafterFactory = Callable[[], Drafter]
-"""Makes a new drafter without state on every call."""
+"""Function that makes a new drafter without state on every call."""
 
 
 def make_drafter(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
-    """A drafter without state.
+    """Make a drafter without state.
 
-    Raises: ConfigError if the config asks for something that the context does not have.
+    Raises: ConfigError if the config needs something that the context does not have.
     """
     build = config.definition.build
     drafter: Drafter = (resolve_name(build) if isinstance(build, str) else build)(config.options, context)
@@ -26,7 +26,7 @@ def make_drafter(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
 def drafter_factory(config: SpeculativeConfig, context: DrafterContext) -> DrafterFactory:
     """Return a function that makes a new drafter on every call.
 
-    Raises: ConfigError if the config asks for something that the context does not have.
+    Raises: ConfigError if the config needs something that the context does not have.
     """
-    make_drafter(config, context)  # refuse now, not later
+    make_drafter(config, context)  # raise configuration errors now, not at the first call
     return lambda: make_drafter(config, context)

@@ -1,5 +1,4 @@
-"""Several drafters as one: their trees merged, the first of them that expects enough, or those that measured time
-chooses."""
+"""Combinations of drafters: the union of their trees, the first that expects enough, or a choice by measured time."""
 
 from __future__ import annotations
 
@@ -30,32 +29,33 @@ from foredraft.tree import DraftPlan, DraftTree
 logger = logging.getLogger("foredraft")
 
 ENOUGH = 2.0
-"""Tokens that drafts of free parts must promise for later ones not to be asked."""
+"""Expected accepted tokens of a draft from which later free drafters are not called for the row."""
 
 
 class CompositeDrafter(WrappingDrafter):
-    """Asks several drafters, and tells each the outcome of its own proposals.
+    """Drafter that combines several drafters and gives each one the outcome of its own proposals.
 
-    A part sees a step as if it had proposed those of its nodes that were verified: its tree is cut to them, the
-    accepted path ends where its tree does, and features of nodes are those of its own. Features of the text are those
-    of all that was committed, whoever proposed it.
+    A part sees a step as if it had proposed the verified nodes of its own tree and nothing else. Its tree is cut to
+    these nodes, the accepted path ends where its tree ends, and node features are those of its own nodes. Features of
+    committed tokens include all tokens, whichever part proposed them.
 
-    Where some parts are free and others are not, there are two ways to draft, with the free ones alone or with all, of
-    which measured time chooses. How likely nodes are to be right is asked of the engine's `AcceptanceModel`.
+    If some parts are free and others are not, there are two ways to draft: with the free parts only, or with all
+    parts. Measured time chooses between them. The engine's `AcceptanceModel` estimates the acceptance probability of
+    nodes.
 
     Args:
-      parts: two or more drafters, most trusted first.
-      ways: places of the parts that draft together, way by way.
-      arm: number of the way that is taken where nobody chooses; -1 for the last one.
+      parts: two or more drafters, the most trusted first.
+      ways: for each way to draft, the indices of the parts that draft together.
+      arm: index of the way that is used when no governor chooses; -1 for the last one.
 
-    Raises: ConfigError for fewer than two.
+    Raises: ConfigError for fewer than two parts.
     """
 
     sign = "+"  # between the names of parts
 
     def __init__(self, parts: Sequence[Drafter], ways: Sequence[tuple[int, ...]] = (), arm: int = -1) -> None:
         if len(parts) < 2:
-            raise ConfigError(f"{self.name} combines drafters but got {len(parts)}; give two or more")
+            raise ConfigError(f"{self.name} combines two or more drafters, and it got {len(parts)}; add drafters")
         super().__init__(parts)
         free, everything = _free(parts), tuple(range(len(parts)))
         self._ways = ways or ([free, everything] if 0 < len(free) < len(everything) else [everything])
@@ -66,12 +66,12 @@ class CompositeDrafter(WrappingDrafter):
         by_part: list[list[DraftTree]] = []
         chosen = getattr(budgets[0], "arm", None) if budgets else None
         way = self._ways[self.facts.arm if chosen is None else chosen]
-        if chosen is not None:  # composites among the parts choose for themselves
+        if chosen is not None:  # a composite part uses its own default way
             budgets = [DraftSize(size, size.nodes, size.chains_only, size.least) for size in budgets]
         for place, part in enumerate(self.parts):
             is_asked = place in way
             allowed = self._budgets(place, rows, by_part, budgets) if is_asked else [DraftSize(0)] * len(budgets)
-            by_part.append([scored(tree) for tree in part.propose(rows, allowed)])  # as the merged tree is
+            by_part.append([scored(tree) for tree in part.propose(rows, allowed)])  # the merged tree has scores
         proposed = [list(trees) for trees in zip(*by_part, strict=True)]
         for row, trees in zip(rows, proposed, strict=True):
             row.state[self] = trees
@@ -82,12 +82,12 @@ class CompositeDrafter(WrappingDrafter):
     def _budgets(
         self, place: int, rows: Sequence[Row], by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize]
     ) -> Sequence[DraftSize]:
-        """Sizes that a part may draft for every row, by what the parts before it have proposed."""
+        """Return the draft size of a part for every row, given what the earlier parts have proposed."""
         return budgets
 
     @abstractmethod
     def _combined(self, row: Row, trees: Sequence[DraftTree]) -> DraftTree:
-        """One tree for a row, of the trees of the parts."""
+        """Combine the trees of the parts into one tree for a row."""
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         proposed: list[list[DraftTree]] = [row.state[self] for row in rows]
@@ -98,14 +98,14 @@ class CompositeDrafter(WrappingDrafter):
 
 
 def _free(parts: Sequence[Drafter]) -> tuple[int, ...]:
-    """Places of the parts that cost next to nothing."""
+    """Return the indices of the parts that cost next to nothing."""
     return tuple(place for place, part in enumerate(parts) if part.facts.is_free)
 
 
 def _lacking(
     rows: Sequence[Row], by_part: Sequence[Sequence[DraftTree]], budgets: Sequence[DraftSize], enough: float
 ) -> list[DraftSize]:
-    """The budgets of rows for which no part so far has promised so many accepted tokens, nothing for the others."""
+    """Return the draft sizes, set to 0 for rows where an earlier part already expects ``enough`` accepted tokens."""
     found = []
     for place, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
         drafts = [trees[place] for trees in by_part if len(trees[place]) > 1]
@@ -115,24 +115,25 @@ def _lacking(
 
 
 def _last_plan(trees: Sequence[DraftTree]) -> DraftPlan | None:
-    """The plan of the last part whose policy has made one."""
+    """Return the plan of the last part whose length policy made one."""
     plans = (tree.plan for tree in reversed(trees))
     return next((plan for plan in plans if plan is not None and plan.cause == "policy"), None)
 
 
-# -- the first that expects enough -------------------------------------------------------------------------------------
+# -- first drafter that expects enough ---------------------------------------------------------------------------------
 
 
 class FirstDrafter(CompositeDrafter):
-    """Takes the draft of the first part that expects enough of it; the last part is taken as it is.
+    """Drafter that uses the draft of the first part that expects enough accepted tokens; the last part needs no
+    minimum.
 
-    Later parts are not asked for that row, so a cheap drafter saves the forwards of an expensive one.
+    Later parts do not draft for that row, so a cheap drafter saves the forward passes of an expensive one.
 
     Args:
-      min_expected: accepted tokens that a draft must promise, by what became of drafts like it.
+      min_expected: expected accepted tokens that a draft needs, estimated from the outcomes of similar drafts.
 
-    Exactness: as of the parts; the choice between them looks at drafts, so rules other than "match" are refused.
-    Randomness: of the parts.
+    Exactness: that of the parts. The choice of a part depends on drafts, so rules other than "match" are refused.
+    Randomness: that of the parts.
     """
 
     facts = DrafterFacts("first")
@@ -148,29 +149,29 @@ class FirstDrafter(CompositeDrafter):
         return _lacking(rows, by_part, budgets, self._min_expected)
 
     def _combined(self, row: Row, trees: Sequence[DraftTree]) -> DraftTree:
-        """The last draft there is: no part after one that promised enough was asked."""
+        """Return the last draft that is not empty; no part after one that expects enough has drafted."""
         return next((tree for tree in reversed(trees) if tree.num_draft_tokens), trees[-1])
 
 
 def first(options: FirstOptions, context: DrafterContext) -> FirstDrafter:
-    """Makes the parts."""
+    """Make the parts and combine them."""
     return FirstDrafter([make_drafter(part, context) for part in options.drafters], options.min_expected_tokens)
 
 
-# -- their trees merged ------------------------------------------------------------------------------------------------
+# -- union of trees ----------------------------------------------------------------------------------------------------
 
 
 class UnionDrafter(CompositeDrafter):
-    """Merges the trees of all parts under one node budget, most promising nodes first.
+    """Drafter that merges the trees of all parts within one node limit, most promising nodes first.
 
-    A node that several parts propose counts with the best of its chances.
+    The acceptance probability of a node that several parts propose is the largest of their estimates.
 
     Args:
-      max_nodes: of the merged tree, root included.
+      max_nodes: largest number of nodes of the merged tree, root included.
       ways, arm: see `CompositeDrafter`.
-      enough: accepted tokens that the draft so far must promise for later free parts not to be asked for a row.
+      enough: expected accepted tokens of a draft from which later free parts are not called for the row.
 
-    Exactness: lossless under "match", which takes any tree. Randomness: of the parts.
+    Exactness: lossless under "match", which accepts any tree. Randomness: that of the parts.
     """
 
     facts = DrafterFacts("union")
@@ -187,7 +188,7 @@ class UnionDrafter(CompositeDrafter):
         super().__init__(parts, ways, arm)
         self._enough = enough
         if max_nodes < 2:
-            raise ConfigError(f"max_draft_nodes is {max_nodes}; a union needs 2 or more")
+            raise ConfigError(f"max_draft_nodes is {max_nodes}; a union needs 2 or more, the root included")
         self._max_nodes = max_nodes
 
     def _budgets(
@@ -206,16 +207,19 @@ class UnionDrafter(CompositeDrafter):
 def merged(
     trees: Sequence[DraftTree], chances: Sequence[Sequence[float]], max_nodes: int, source: str = ""
 ) -> DraftTree:
-    """The best nodes of several trees with one root, as one tree.
+    """Merge several trees with the same root into one tree of the best nodes.
 
     Args:
-      chances: per tree and node, at most that of its parent; a node of several trees has the largest.
-      max_nodes: root included.
+      trees: trees of one row.
+      chances: acceptance probability per tree and node, at most that of the node's parent. A node of several trees
+        gets the largest of them.
+      max_nodes: largest number of nodes, root included.
+      source: name of the root's drafter.
 
-    Returns: a tree whose nodes name the drafter that gave them their chance, with its own estimate of it; the root
-      names the whole.
+    Returns: a tree in which each node carries the name of the drafter with the largest acceptance probability, and
+    that drafter's own estimate of it.
     """
-    all_tokens, ranked, named, own = [trees[0].tokens[0]], [1.0], [source], [1.0]  # by node of all trees together
+    all_tokens, ranked, named, own = [trees[0].tokens[0]], [1.0], [source], [1.0]  # per node of the union
     children: list[list[int]] = [[]]
     place_of: dict[tuple[int, int], int] = {}  # parent and token -> node
     for tree, tree_chances in zip(trees, chances, strict=True):
@@ -252,23 +256,24 @@ def merged(
 
 
 def union(options: UnionOptions, context: DrafterContext) -> UnionDrafter:
-    """Makes the parts."""
+    """Make the parts and combine them."""
     context.check_trees(options.method)
     return UnionDrafter([make_drafter(part, context) for part in options.drafters], options.max_draft_nodes)
 
 
-# -- those that measured time chooses ----------------------------------------------------------------------------------
+# -- choice by measured time -------------------------------------------------------------------------------------------
 
 
 def auto_drafter(parts: Sequence[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> UnionDrafter:
-    """Drafts with what is free, and with at most one of the others: the one whose tokens took the least time.
+    """Make a drafter that uses all free parts and at most one other part, the one with the least time per token.
 
-    Proposals of free parts are merged with those of the part that is chosen, most promising nodes first, and cut to
-    the nodes that are worth verifying. A free part after the first is not asked for a row where the draft so far
-    promises enough. The governor chooses (`DrafterFacts.arms`); the choice depends on time.
+    Proposals of the free parts are merged with those of the chosen part, most promising nodes first. The tree is cut
+    to the nodes that are worth verifying. A free part after the first does not draft for a row whose draft already
+    expects `ENOUGH` tokens. The governor chooses among `DrafterFacts.arms`, so the choice depends on time.
 
     Args:
-      max_nodes: of the merged tree, root included.
+      parts: drafters to choose from.
+      max_nodes: largest number of nodes of the merged tree, root included.
     """
     free = _free(parts)
     others = [(*free, place) for place in range(len(parts)) if place not in free]
@@ -278,14 +283,18 @@ def auto_drafter(parts: Sequence[Drafter], max_nodes: int = AutoOptions.max_draf
 
 
 def auto(options: AutoOptions, context: DrafterContext) -> Drafter:
-    """Makes the parts; where only chains can be verified, those that draft trees are left out, and that is said.
+    """Make the parts; if the target can only verify chains, parts that draft trees are skipped with a log message.
 
-    Where one part is left there is nothing to choose, and it drafts alone.
+    A single remaining part drafts alone.
     """
     chosen = [part for part in options.drafters if context.target.supports_trees or not part.definition.drafts_trees]
     for part in options.drafters:
         if part not in chosen:
-            logger.info("auto drafts without %s: %s verifies chains only.", part.title, context.target.name)
+            logger.info(
+                "auto drafts without %s, because it drafts trees and %s can only verify chains.",
+                part.title,
+                context.target.name,
+            )
     if not chosen:
         context.check_trees("auto")
     parts = [make_drafter(part, context) for part in chosen]

@@ -1,4 +1,4 @@
-"""What drafters are made from."""
+"""Inputs from which drafters are made."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter can be made from.
+    """Models and files from which drafters are made.
 
     Args:
-      target: of the engine that they will run in.
-      draft_model: of methods that draft with a model of their own.
-      tokenizer: of the target, where one is known.
-      zoo_name: of a target of the zoo ("zoo:tiny"), which brings along what drafters need.
-      kept: what several drafters share and a new one goes on with: opened datastores, histories. Filled on first use.
+      target: target of the engine that runs the drafter.
+      draft_model: draft model, for methods that use one.
+      tokenizer: tokenizer of the target, if known.
+      zoo_name: name of a zoo target ("zoo:tiny"), which may include files for drafters.
+      kept: objects that several drafters share and later drafters reuse, such as open datastores and histories. Filled
+        on first use.
     """
 
     target: CausalLM
@@ -34,7 +35,7 @@ class DrafterContext:
     kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def asset(self, what: str) -> Path | None:
-        """The file or folder of this kind that a target of the zoo brings along; None for any other target."""
+        """Return the file or folder of this kind that is included with a zoo target, or None for any other target."""
         from foredraft import zoo
 
         if self.zoo_name is None or not zoo.brings(self.zoo_name, what):
@@ -43,20 +44,23 @@ class DrafterContext:
 
     @property
     def brings_none(self) -> str:
-        """For messages about something that is missing."""
-        return "" if self.zoo_name is None else f", and {self.zoo_name} brings none along"
+        """Clause for error messages about a missing file, if the zoo target does not include one; else empty."""
+        return "" if self.zoo_name is None else f", and {self.zoo_name} does not include one"
 
     def keep(self, name: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """The object that is kept under this name, made on first use."""
+        """Return the object stored under this name, made on first use."""
         if name not in self.kept:
             self.kept[name] = make()
         made: T = self.kept[name]
         return made
 
     def check_trees(self, method: str) -> None:
-        """Refuse a method whose drafts are trees where only chains can be verified."""
+        """Check that the target can verify trees.
+
+        Raises: ConfigError if it can only verify chains.
+        """
         if not self.target.supports_trees:
             raise ConfigError(
-                f"method {method!r} drafts trees, and {self.target.name} verifies chains only; use one that drafts "
-                "chains: ngram, nasd, jacobi or draft_model"
+                f"method {method!r} drafts trees, and {self.target.name} can only verify chains; use a method that "
+                "drafts chains: ngram, nasd, jacobi or draft_model"
             )

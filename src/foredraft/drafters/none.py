@@ -1,4 +1,4 @@
-"""The empty draft: plain decoding is speculative decoding with it."""
+"""Empty draft, with which speculative decoding is plain decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foredraft.tree import DraftTree
 
 
 class EmptyDrafter(Drafter):
-    """Proposes nothing, so every step emits the target's one token."""
+    """Drafter that proposes nothing, so that every step emits one token of the target."""
 
     facts = DrafterFacts("none", drafts_from_text=True)
 
@@ -21,5 +21,5 @@ class EmptyDrafter(Drafter):
 
 
 def build(options: NoOptions, context: DrafterContext) -> EmptyDrafter:
-    """Plain decoding."""
+    """Make the drafter of plain decoding."""
     return EmptyDrafter()

@@ -1,4 +1,5 @@
-"""Checkpoints of heads: a config and tensors by name, read from a folder or a hub id, and checked tensor by tensor."""
+"""Checkpoints of heads: a config and tensors by name, read from a folder or a hub id, with strict checks of every
+tensor."""
 
 from __future__ import annotations
 
@@ -26,25 +27,25 @@ WEIGHTS = (
     "medusa_lm_head.pt",
     "hydra_lm_head.pt",
 )
-"""Names of files of weights, those that are read first standing first; each may be split, with an index beside it."""
+"""Names of weight files in order of preference. Each may be sharded, with an index beside the shards."""
 INDEX = ".index.json"
 
 Shape = tuple[int, ...]
 ACCEPTANCE = "first_token_acceptance"
-"""Key in the config of a head: share of drafts, 0 to 1, whose first token its target took when it was validated."""
+"""Config key of a head for the share of drafts, 0 to 1, whose first token the target accepted in validation."""
 
 MAX_NAMED = 6
-"""Tensors that a message names of each kind."""
+"""Largest number of tensor names of each kind in a message."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What lies in a folder: nothing of it has been executed.
+    """Content of a checkpoint folder, read without executing anything.
 
     Args:
-      name: where it is from, for messages.
-      config: the content of config.json.
-      tensors: by name, on the CPU, in the dtypes of the file.
+      name: location of the checkpoint, for messages.
+      config: content of config.json.
+      tensors: tensors by name, on the CPU, in the dtypes of the file.
     """
 
     name: str
@@ -57,9 +58,9 @@ class Checkpoint:
 
 
 def read_config(location: str | os.PathLike[str], revision: str | None = None) -> dict[str, Any]:
-    """The config.json of a folder or of a hub id: what lies there can be told from it without reading weights.
+    """Return the config.json of a folder or hub id, which identifies a checkpoint without reading its weights.
 
-    Raises: CheckpointError where there is none, or none that is a JSON object.
+    Raises: CheckpointError if the file is missing or is not a JSON object.
     """
     path = _find(location, CONFIG, revision)
     if path is None:
@@ -68,11 +69,11 @@ def read_config(location: str | os.PathLike[str], revision: str | None = None) -
 
 
 def read_checkpoint(location: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:
-    """Config and tensors of a folder or of a hub id.
+    """Return config and tensors of a folder or hub id.
 
-    safetensors are preferred; files of torch are read with ``weights_only=True``, which executes nothing.
+    Safetensors files are preferred. PyTorch files are read with ``weights_only=True``, which executes nothing.
 
-    Raises: CheckpointError for what is missing, damaged, or would have to be executed.
+    Raises: CheckpointError for files that are missing or damaged, or that would execute code.
     """
     config = read_config(location, revision)
     for weights in WEIGHTS:
@@ -82,11 +83,13 @@ def read_checkpoint(location: str | os.PathLike[str], revision: str | None = Non
         path = _find(location, weights, revision)
         if path is not None:
             return Checkpoint(os.fspath(location), config, _tensors(path))
-    raise CheckpointError(f"{os.fspath(location)} has no weights; looked for {', '.join(WEIGHTS)} and their indices")
+    raise CheckpointError(
+        f"{os.fspath(location)} has no weights; it must contain one of {', '.join(WEIGHTS)}, or an index of shards"
+    )
 
 
 def write_checkpoint(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors into a folder, which is made; what was there stays until both are."""
+    """Write config.json and model.safetensors into a folder, made if needed; old files stay until both are written."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
@@ -97,10 +100,10 @@ def write_checkpoint(folder: str | os.PathLike[str], config: Mapping[str, Any], 
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor, as an index beside files of weights has them.
+    """Return the file of every tensor from the index of a sharded checkpoint.
 
-    Raises: CheckpointError for an index that is damaged, and for one that names a file outside of its folder, or one of
-      another kind.
+    Raises: CheckpointError for a damaged index, and for an index that names a file outside of its folder or of another
+    kind.
     """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
@@ -109,12 +112,12 @@ def weight_map(index: Path) -> dict[str, str]:
     for file in set(files.values()):
         if os.path.isabs(file) or "\0" in file or os.path.normpath(file).split(os.sep)[0] in ("..", "."):
             raise CheckpointError(
-                f"{index} names {file!r}, which is no file in its folder: the checkpoint is damaged, or made to read "
-                "other files; download it again from where you trust it"
+                f"{index} names {file!r}, which is not a file in its folder: the checkpoint is damaged, or made to "
+                "read other files; download it again from a source that you trust"
             )
         if not file.endswith(suffix):
             raise CheckpointError(
-                f"{index} names {file[:100]!r}, which is no {suffix} file as its weights are; download or copy it again"
+                f"{index} names {file[:100]!r}, which is not a {suffix} file; download or copy the checkpoint again"
             )
     return files
 
@@ -123,7 +126,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def _find(location: str | os.PathLike[str], file: str, revision: str | None) -> Path | None:
-    """A file of a folder, or of a hub id, fetched if need be; None where there is none of this name."""
+    """Return a file of a folder or hub id, downloaded if needed, or None if there is no file with this name."""
     folder = Path(os.fspath(location)).expanduser()
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
@@ -137,65 +140,69 @@ def _find(location: str | os.PathLike[str], file: str, revision: str | None) -> 
     except OSError as error:
         detail = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{file} of {name} cannot be fetched ({detail}); it is not a folder here: check the spelling and the "
-            "network, or give a folder"
+            f"{name} is not a local folder, and {file} cannot be downloaded from the hub ({detail}); check the "
+            "spelling and the network, or give a folder"
         ) from error
     return None if found is None else Path(found)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that is one JSON object.
+    """Return the content of a file that is one JSON object.
 
-    Raises: CheckpointError for one that is none.
+    Raises: CheckpointError for any other file.
     """
     try:
         value = parsed_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download or copy it again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object; download or copy it again")
+        raise CheckpointError(f"{path} contains a {type(value).__name__}, not a JSON object; download or copy it again")
     return value
 
 
 def _split(location: str | os.PathLike[str], index: Path, revision: str | None) -> dict[str, Tensor]:
-    """Tensors that are split over several files; of one that lies in two of them, that of the file in the index."""
+    """Return the tensors of a sharded checkpoint; of duplicates, the one from the file in the index."""
     files = weight_map(index)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         path = _find(location, file, revision)
         if path is None:
-            raise CheckpointError(f"{index} names {file}, which is not there; download or copy the checkpoint again")
+            raise CheckpointError(f"{index} names {file}, which is missing; download or copy the checkpoint again")
         found = _tensors(path)
         tensors.update({name: found[name] for name in found if files.get(name) == file or name not in tensors})
     lost = sorted(files.keys() - tensors.keys())
     if lost:
-        raise CheckpointError(f"{index} names tensors that its files lack: {_listed(lost)}; download it again")
+        raise CheckpointError(
+            f"{index} names tensors that its files do not contain: {_listed(lost)}; download the checkpoint again"
+        )
     return tensors
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file."""
+    """Return the tensors of one file."""
     try:
         if path.suffix == ".safetensors":
             return {name: _widened(tensor) for name, tensor in load_file(path).items()}
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors, which would have to be executed to be read, or is damaged; that is "
-            "refused. Copy it again, or convert it to safetensors where you trust it"
+            f"{path} is damaged, or contains Python objects that would execute code when loaded, and is refused; copy "
+            "it again, or convert it to safetensors if you trust it"
         ) from error
-    except Exception as error:  # torch's reader raises whatever a damaged file makes it run into
+    except Exception as error:  # torch's reader raises errors of many types for damaged files
         detail = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path} cannot be read ({detail}); it is truncated or damaged: copy it again") from error
     if isinstance(value, Mapping) and isinstance(value.get("state_dict"), Mapping):
         value = value["state_dict"]
     if not isinstance(value, Mapping) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not tensors by name; it is of another layout")
+        raise CheckpointError(
+            f"{path} contains a {type(value).__name__}, not tensors by name; it is not a checkpoint of a head"
+        )
     return {str(name): tensor for name, tensor in value.items()}
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """Numbers of eight bits as bfloat16, which has all of them. Scales beside them are tensors that no layout knows."""
+    """Return 8-bit floats as bfloat16, without loss; scales beside them are refused later as unknown tensors."""
     return tensor.bfloat16() if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
@@ -203,9 +210,9 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
-    """How the names and shapes of tensors differ from those of a layout, in a sentence; "" where they agree.
+    """Describe how tensor names and shapes differ from those of a layout, in a sentence, or "" if they agree.
 
-    A matrix that has the other's shape the other way round is called transposed: {"fc": (4, 8)} against (8, 4).
+    A matrix with the two sizes of its shape swapped is called transposed, for instance {"fc": (4, 8)} against (8, 4).
     """
     transposed: list[str] = []
     wrong: list[str] = []
@@ -213,7 +220,7 @@ def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> st
         want, have = expected[name], found[name]
         if want != have:
             is_turned = len(want) == 2 and want == have[::-1]
-            (transposed if is_turned else wrong).append(f"{name} is {_shown(have)}, want {_shown(want)}")
+            (transposed if is_turned else wrong).append(f"{name} is {_shown(have)}, expected {_shown(want)}")
     missing = [f"{name} {_shown(expected[name])}" for name in sorted(expected.keys() - found.keys())]
     extra = [f"{name} {_shown(found[name])}" for name in sorted(found.keys() - expected.keys())]
     kinds = {"missing": missing, "extra": extra, "transposed": transposed, "wrongly shaped": wrong}
@@ -221,13 +228,15 @@ def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> st
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Give a module the tensors of a checkpoint, in their own dtypes: all of its parameters, and no others.
+    """Set all parameters of a module to the tensors of a checkpoint, in the checkpoint's dtypes.
 
     Args:
-      tensors: by the names that the module has for them.
-      name: of the checkpoint, for messages.
+      module: module to fill.
+      tensors: tensors by parameter name.
+      name: name of the checkpoint, for messages.
 
-    Raises: CheckpointError, naming what is missing, extra, transposed or wrongly shaped, and what is not a number.
+    Raises: CheckpointError, naming tensors that are missing, extra, transposed or wrongly shaped, and those with NaN
+    or infinite values.
     """
     own = dict(module.named_parameters())
     found = differences(
@@ -235,24 +244,24 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
         {key: tuple(tensor.shape) for key, tensor in tensors.items()},
     )
     if found:
-        raise CheckpointError(f"the tensors of {name} are not those of this layout. {found}")
+        raise CheckpointError(f"the tensors of {name} do not match its layout. {found}")
     bad = sorted(key for key, tensor in tensors.items() if not tensor.is_floating_point())
     if bad:
         kinds = ", ".join(f"{key} is {str(tensors[key].dtype).removeprefix('torch.')}" for key in bad[:MAX_NAMED])
         raise CheckpointError(
-            f"weights of {name} are not floating-point numbers: {kinds}; quantized heads are not read"
+            f"weights of {name} are not floating-point numbers: {kinds}; quantized heads are not supported"
         )
     broken = sorted(key for key, tensor in tensors.items() if not bool(tensor.isfinite().all()))
     if broken:
-        raise CheckpointError(f"weights of {name} hold NaN or infinite values: {_listed(broken)}; copy it again")
+        raise CheckpointError(f"weights of {name} contain NaN or infinite values: {_listed(broken)}; copy it again")
     for key, parameter in own.items():
         parameter.data = tensors[key].detach()
 
 
 def integer(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    """A whole number, 1 or more, of a config.
+    """Return a whole number, 1 or more, from a config.
 
-    Raises: CheckpointError for a value that is none, and for one that is missing and has no default.
+    Raises: CheckpointError for any other value, and for a missing value without a default.
     """
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,4 +1,4 @@
-"""EAGLE's heads: one decoder layer that predicts the target's next feature from its last ones and the next token."""
+"""EAGLE heads: one decoder layer that predicts the target's next feature from its last features and the next token."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from foredraft.heads.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class EagleShape:
-    """The structure of a head.
+    """Structure of an EAGLE head.
 
     Args:
-      generation: 1 of EAGLE-1 and 2, which extrapolate the last hidden state; 3 of EAGLE-3, which fuses streams.
-      layer: sizes of its decoder layers.
+      generation: 1 for EAGLE-1 and 2, which extrapolate the last hidden state; 3 for EAGLE-3, which fuses several
+        streams.
+      layer: sizes of the decoder layers.
       target_size: H of the target.
-      num_layers: decoder layers; those after the first read the residual stream alone.
-      streams: what it reads of the target: numbers of layers whose inputs, and the number of layers for the last
-        hidden state after the final norm; EAGLE-1 and 2 read that alone.
+      streams: features that the head reads, as indices of the target's layers whose inputs it reads. The number of the
+        target's layers means the last hidden state after the final norm, the only stream of EAGLE-1 and 2.
       num_layers_of_target: L of the target.
-      has_fc_bias: of the fusing layer.
-      embed_norm, input_norm, output_norm: norms that later variants of EAGLE-1 have after the embedding, before
-        attention and before the output layer.
-      norm_before_residual: the residual is the normed feature (speculators).
-      norm_before_fc: one norm over all streams side by side (gpt-oss, EAGLE-3.1).
-      fc_norm: one norm for every stream (EAGLE-3.1).
-      norm_output: what is fed back is the normed output (EAGLE-3.1).
-      own_embedding: rows of an input embedding that is not the target's; 0 for none.
-      shares_output: it has no output layer, and reads the rows of the target's that its vocabulary names.
+      num_layers: number of decoder layers; layers after the first read only the residual stream.
+      has_fc_bias: True if the fusing layer has a bias.
+      embed_norm, input_norm, output_norm: True for norms after the embedding, before attention and before the output
+        layer, as in later variants of EAGLE-1.
+      norm_before_residual: True if the residual is the normed feature (speculators).
+      norm_before_fc: True for one norm over all streams side by side (gpt-oss, EAGLE-3.1).
+      fc_norm: True for one norm per stream (EAGLE-3.1).
+      norm_output: True if the normed output is fed back (EAGLE-3.1).
+      own_embedding: number of rows of an input embedding that differs from the target's; 0 for none.
+      shares_output: True if the head has no output layer, and uses the rows of the target's that its vocabulary names.
     """
 
     generation: int
@@ -63,15 +64,17 @@ class EagleShape:
 
 
 def default_streams(num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs EAGLE-3 reads: 2, L//2 and L-3, or neighbours of these where they would coincide.
+    """Return the layers whose inputs EAGLE-3 reads: 2, L//2 and L-3, or neighbours of these where they would coincide.
 
-    30 layers give (2, 15, 27), 5 give (2, 3, 4); of 2 to 4 layers the last is the last hidden state: (0, 1, 2),
-    (0, 2, 3), (2, 3, 4).
+    30 layers give (2, 15, 27), and 5 layers give (2, 3, 4). For 2 to 4 layers the last stream is the last hidden
+    state: (0, 1, 2), (0, 2, 3), (2, 3, 4).
 
-    Raises: ConfigError for a target of one layer, which has no three.
+    Raises: ConfigError for a target of one layer, which does not have three streams.
     """
     if num_layers < 2:
-        raise ConfigError(f"a target of {num_layers} layer has no three streams for EAGLE-3; use 'eagle' or 'eagle2'")
+        raise ConfigError(
+            f"the target has {num_layers} layer, and EAGLE-3 needs features from three layers; use 'eagle' or 'eagle2'"
+        )
     if num_layers < 4:
         return (0, num_layers - 1, num_layers)
     middle = max(3, num_layers // 2)
@@ -79,20 +82,21 @@ def default_streams(num_layers: int) -> tuple[int, ...]:
 
 
 class EagleHead(nn.Module):
-    """A head of EAGLE-1, 2 or 3.
+    """Head of EAGLE-1, 2 or 3.
 
-    Entry t of its cache is made of the target's feature after token t and of token t + 1, at position t; its output
-    says what follows token t + 1.
+    Entry t of the head's cache is computed from the target's feature after token t and from token t + 1, at position
+    t. Its output predicts the token after token t + 1.
 
     Source: EAGLE (Li et al. 2024, arXiv:2401.15077); EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
 
     Args:
-      shape: its structure.
-      vocabulary: tokens that it drafts, for its own output layer or rows of the target's; None for all of the target's.
+      shape: structure of the head.
+      vocabulary: tokens that the head drafts, for its own output layer or for rows of the target's; None for all
+        tokens of the target.
 
     Attributes:
-      first_token_acceptance: share of drafts whose first token the target took in validation, where a checkpoint has
-        stored it.
+      first_token_acceptance: share of drafts whose first token the target accepted in validation, if the checkpoint
+        contains it.
     """
 
     def __init__(self, shape: EagleShape, vocabulary: DraftVocabulary | None = None) -> None:
@@ -129,7 +133,9 @@ class EagleHead(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def features(self, streams: Tensor) -> Tensor:
-        """What the target has computed, as the head reads it: (..., streams * H of the target) -> (..., H)."""
+        """Return the features (..., H) that the head reads, from the target's streams (..., streams * H of the
+        target).
+        """
         if self.shape.generation == 1:
             return streams
         if self.input_norm is not None:
@@ -141,13 +147,14 @@ class EagleHead(nn.Module):
         return fused
 
     def forward(self, embedded: Tensor, features: Tensor, placed: AttentionContext) -> Tensor:
-        """One step.
+        """Run one step.
 
         Args:
-          embedded: (B, N, H) of the tokens that follow.
-          features: (B, N, H), from `features` where the target has been, else what this returned for their parents.
+          embedded: (B, N, H), embeddings of the next tokens.
+          features: (B, N, H), from `features` for committed tokens, else the outputs of this method for the parents.
           placed: positions, mask and cache.
-        Returns: (B, N, H): the features that the children of these nodes are fed, and what `logits` reads.
+
+        Returns: (B, N, H), the features for the children of these nodes, which are also the input of `before_output`.
         """
         if self.embed_norm is not None:
             embedded = self.embed_norm(embedded)
@@ -165,12 +172,12 @@ class EagleHead(nn.Module):
         return result
 
     def place(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions (B, N)."""
+        """Return cosines and sines of positions (B, N)."""
         cos, sin = self.rotary(positions, self.dtype)
         return cos, sin
 
     def before_output(self, outputs: Tensor) -> Tensor:
-        """What an output layer reads, (..., H): the head's own, or where it has none the target's."""
+        """Return the input (..., H) of the output layer, the head's own or the target's."""
         if self.norm is None or self.shape.norm_output:
             return outputs
         normed: Tensor = self.norm(outputs)
@@ -178,7 +185,7 @@ class EagleHead(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """The first layer of EAGLE-3: embedding and feature side by side make queries, keys and values."""
+    """First layer of EAGLE-3, whose queries, keys and values are computed from embedding and feature side by side."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -191,7 +198,7 @@ class FusedLayer(nn.Module):
         self._normed_residual = shape.norm_before_residual
 
     def forward(self, embedded: Tensor, features: Tensor, placed: AttentionContext) -> Tensor:
-        """(B, N, H) twice -> (B, N, H)."""
+        """Return (B, N, H) from embeddings and features (B, N, H)."""
         normed = self.hidden_norm(features)
         residual = normed if self._normed_residual else features
         x = residual + self.self_attn(torch.cat([self.input_layernorm(embedded), normed], dim=-1), placed)

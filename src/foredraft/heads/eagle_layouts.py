@@ -1,8 +1,8 @@
-"""Published layouts of EAGLE's heads: the authors' own, that of speculators, and what others have made of them.
+"""Published layouts of EAGLE heads: the authors' own, that of the package speculators, and variants of both.
 
-The structure is read off the tensors. A config says what tensors cannot (heads, angles, norms' flags); where it says
-otherwise, the tensors are right, and notes tell of it, or the checkpoint is refused.
-"""
+The structure is read from the tensors. The config supplies what tensors do not show, such as head counts, rotary
+parameters and flags of norms. If the config contradicts the tensors, the tensors are used and a note is returned, or
+the checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a head must fit.
+    """Properties of a target that a head must fit.
 
     Args:
-      name: of the target, for messages.
-      vocab_size: rows of its output layer.
-      embedding: its input embedding (V or more, H); None where only shapes are to be checked.
+      name: name of the target, for messages.
+      hidden_size: H.
+      vocab_size: number of rows of the output layer.
+      num_layers: L.
+      eos_token_ids: EOS tokens of the target.
+      embedding: input embedding (V or more, H); None to check shapes only.
     """
 
     name: str
@@ -44,14 +47,16 @@ class TargetFacts:
 
 
 class StructureReader:
-    """Reads the structure of a head off its tensors. Takes what is no weight of its own out of them."""
+    """Reader of a head's structure from its tensors, which removes tensors that are not weights of the head."""
 
     def __init__(self, name: str, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetFacts) -> None:
         self.name, self.config, self.tensors, self.target = name, config, tensors, target
         self.notes: list[str] = []
 
     def vocabulary(self, generation: int) -> DraftVocabulary | None:
-        """Of the head's own output layer; a copy of the target's, which EAGLE-1 reads, is dropped."""
+        """Return the vocabulary of the head's own output layer; the copy of the target's in EAGLE-1 checkpoints is
+        dropped.
+        """
         d2t, t2d = self.tensors.pop("d2t", None), self.tensors.pop("t2d", None)
         layer = self.tensors.get("lm_head.weight")
         if generation == 1:
@@ -72,12 +77,12 @@ class StructureReader:
         if d2t is None:
             if num_rows != size:
                 raise CheckpointError(
-                    f"the output layer of {self.name} has {num_rows} rows and no d2t says which tokens they are; "
-                    f"{self.target.name} has {size}"
+                    f"the output layer of {self.name} has {num_rows} rows, {self.target.name} has {size} tokens, and "
+                    "no d2t maps rows to tokens; the head is for another target, or the checkpoint is incomplete"
                 )
             return DraftVocabulary.full(size)
         width = integer(self.config, "hidden_size", self.name, layer.shape[1])
-        if num_rows == width != layer.shape[1] == len(d2t):  # the other way round; `fill` says so
+        if num_rows == width != layer.shape[1] == len(d2t):  # transposed; `fill` reports it
             num_rows = layer.shape[1]
         return self._published(d2t, t2d, num_rows)
 
@@ -105,20 +110,20 @@ class StructureReader:
         told = self.config.get("target_hidden_size")
         if told is not None and told != target_size:
             raise CheckpointError(
-                f"{self.name} reads features of {told} numbers, and {self.target.name} has {target_size}: it is of "
-                "another target"
+                f"{self.name} reads features of size {told}, and {self.target.name} has hidden size {target_size}: the "
+                "head is for another target"
             )
         if not is_fused and size != target_size:
             raise CheckpointError(
-                f"{self.name} extrapolates features of {size} numbers, and {self.target.name} has {target_size}: it is "
-                "of another target"
+                f"{self.name} extrapolates features of size {size}, and {self.target.name} has hidden size "
+                f"{target_size}: the head is for another target"
             )
         fc = self.tensors.get("fc.weight")
         width = len(streams) * target_size
         if is_fused and fc is not None and width not in fc.shape:
             raise CheckpointError(
-                f"{self.name} fuses {max(fc.shape)} numbers, and {len(streams)} layers of {self.target.name} have "
-                f"{width}: it is of another target"
+                f"{self.name} fuses features of total size {max(fc.shape)}, and {len(streams)} layers of "
+                f"{self.target.name} have {width}: the head is for another target"
             )
         has = self.tensors.keys().__contains__
         flags = {key: self._flag(key) for key in ("norm_before_residual", "norm_output")} if is_fused else {}
@@ -141,14 +146,14 @@ class StructureReader:
         )
 
     def _size(self) -> int:
-        """H of the head, from a norm, which cannot be transposed."""
+        """Return H of the head, from a norm, which cannot be transposed."""
         norm = self.tensors.get(f"{FIRST}post_attention_layernorm.weight")
         told = self.config.get("hidden_size")
         if norm is None or norm.ndim != 1:
             return integer(self.config, "hidden_size", self.name)
         size = norm.shape[0]
         if told is not None and told != size:
-            self.notes.append(f"its config says hidden_size={told}, its tensors have {size}")
+            self.notes.append(f"the config says hidden_size={told}, but the tensors have {size}, which is used")
         return size
 
     def _layer(self, size: int, in_size: int, rope_theta: float | None) -> LayerShape:
@@ -160,7 +165,7 @@ class StructureReader:
         self._said("num_attention_heads", num_heads)
         if keys % head_dim or num_heads % (keys // head_dim):
             raise CheckpointError(
-                f"the keys of {self.name} have {keys} numbers, which {num_heads} heads of {head_dim} cannot share"
+                f"the keys of {self.name} have size {keys}, which does not fit {num_heads} heads of size {head_dim}"
             )
         self._said("num_key_value_heads", keys // head_dim)
         intermediate = self._rows("mlp.gate_proj.weight", size)
@@ -179,11 +184,13 @@ class StructureReader:
         )
 
     def _rows(self, key: str, in_size: int) -> int:
-        """Rows of a matrix that reads ``in_size`` numbers; it may lie the other way round, which `fill` says."""
+        """Return the number of rows of a matrix with ``in_size`` inputs; a transposed matrix is accepted, and `fill`
+        reports it.
+        """
         matrix = self.tensors.get(FIRST + key)
         if matrix is None or matrix.ndim != 2 or in_size not in matrix.shape:
             shape = "missing" if matrix is None else "x".join(map(str, matrix.shape))
-            raise CheckpointError(f"{FIRST}{key} of {self.name} is {shape}; it must read {in_size} numbers")
+            raise CheckpointError(f"{FIRST}{key} of {self.name} is {shape}; it must have {in_size} inputs")
         return int(matrix.shape[0] if matrix.shape[1] == in_size else matrix.shape[1])
 
     def _head_dim(self, queries: int, num_heads: int) -> int:
@@ -194,13 +201,13 @@ class StructureReader:
             head_dim = queries // num_heads
         if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2 or queries % head_dim:
             raise CheckpointError(
-                f"the queries of {self.name} have {queries} numbers, which is not a whole number of heads: its config "
+                f"the queries of {self.name} have size {queries}, which is not a whole number of heads: its config "
                 f"says num_attention_heads={num_heads} and head_dim={told}"
             )
         return head_dim
 
     def _rope(self, theta: float | None) -> dict[str, Any]:
-        """The rotary parameters, in the spelling of transformers 5 or before; 10,000 where nothing is said."""
+        """Return the rotary parameters, from the keys of transformers 5 or earlier; the default base is 10,000."""
         told = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         rope = {**told, "rope_type": told.get("rope_type", told.get("type", "default"))}
         rope.pop("type", None)
@@ -210,9 +217,10 @@ class StructureReader:
         return rope
 
     def _streams(self) -> tuple[int, ...]:
-        """Layers that the head reads, as numbers of layers whose inputs are meant.
+        """Return the features that the head reads, as indices of layers whose inputs are read.
 
-        Two conventions are about. A list that begins with 1 names layers whose outputs are meant, one more each.
+        Two conventions exist. A list that begins with 1 names layers whose outputs are read, so one is added to each
+        index.
         """
         num_layers = self.target.num_layers
         if self.config.get("use_aux_hidden_state") is False:
@@ -226,16 +234,19 @@ class StructureReader:
         if told is None:
             return default_streams(num_layers)
         if not isinstance(told, list) or not told or any(isinstance(i, bool) or not isinstance(i, int) for i in told):
-            raise CheckpointError(f"eagle_aux_hidden_state_layer_ids of {self.name} is {told!r}; want whole numbers")
+            raise CheckpointError(
+                f"eagle_aux_hidden_state_layer_ids of {self.name} is {told!r}; it must be a list of whole numbers"
+            )
         streams = tuple(index + 1 for index in told) if told[0] == 1 else tuple(told)
         if min(streams) < 0 or max(streams) > num_layers:
             raise CheckpointError(
-                f"{self.name} reads layers {told}, and {self.target.name} has {num_layers}: it is of another target"
+                f"{self.name} reads the layers {told}, and {self.target.name} has {num_layers} layers: the head is for "
+                "another target"
             )
         return streams
 
     def _own_embedding(self, size: int) -> int:
-        """Rows of an embedding that differs from the target's; a copy of that is dropped."""
+        """Return the number of rows of an embedding that is not the target's; a copy of the target's is dropped."""
         own, theirs = self.tensors.get("embed_tokens.weight"), self.target.embedding
         if own is None:
             if size != self.target.hidden_size:
@@ -245,13 +256,13 @@ class StructureReader:
             return 0
         if own.ndim != 2 or own.shape[1] != size or own.shape[0] < self.target.vocab_size:
             raise CheckpointError(
-                f"embed_tokens.weight of {self.name} is {'x'.join(map(str, own.shape))}, want "
-                f"{self.target.vocab_size}x{size}: it is of another target"
+                f"embed_tokens.weight of {self.name} is {'x'.join(map(str, own.shape))}, expected "
+                f"{self.target.vocab_size}x{size}: the head is for another target"
             )
         if theirs is None or _is_copy(own, theirs):
             self.tensors.pop("embed_tokens.weight")
             return 0
-        self.notes.append("its embedding differs from the target's and is kept")
+        self.notes.append("the head's embedding differs from the target's and is kept")
         return int(own.shape[0])
 
     def _flag(self, key: str) -> bool:
@@ -263,22 +274,22 @@ class StructureReader:
         return value
 
     def _marked(self, key: str, is_there: bool) -> bool:
-        """A flag whose tensors are there or not, whatever the config says."""
+        """Return whether the tensors of a flag are present; the config's value only affects notes and errors."""
         if self._flag(key) and not is_there:
-            raise CheckpointError(f"the config of {self.name} says {key}, and the norm that it means is missing")
+            raise CheckpointError(f"the config of {self.name} sets {key}, and the tensors of that norm are missing")
         if is_there and not self._flag(key):
-            self.notes.append(f"its config does not say {key}, its tensors do")
+            self.notes.append(f"the config does not set {key}, but the tensors of that norm are present and used")
         return is_there
 
     def _said(self, key: str, value: int) -> None:
-        """Note where the config says otherwise."""
+        """Add a note if the config has another value."""
         told = self.config.get(key)
         if told is not None and told != value:
-            self.notes.append(f"its config says {key}={told}, its tensors have {value}")
+            self.notes.append(f"the config says {key}={told}, but the tensors have {value}, which is used")
 
 
 def _is_copy(own: Tensor, theirs: Tensor) -> bool:
-    """Whether two tables are one, up to padding and the rounding of half precision."""
+    """Return whether two embeddings are equal, up to padding and the rounding of half precision."""
     if own.shape[1] != theirs.shape[1]:
         return False
     num_rows = min(len(own), len(theirs))
@@ -290,29 +301,31 @@ def _is_copy(own: Tensor, theirs: Tensor) -> bool:
 
 
 _WITHOUT_USE = re.compile(r"^(verifier_norm|verifier_lm_head|verifier_lm_head_embed)\.|rotary_emb\.")
-"""Copies of the target's tensors, and tables of positions."""
+"""Names of unused tensors: copies of the target's tensors, and tables of positions."""
 
 
 def read_eagle(
     checkpoint: Checkpoint, target: TargetFacts, *, generation: int | None = None, rope_theta: float | None = None
 ) -> tuple[EagleHead, tuple[str, ...]]:
-    """The head in a checkpoint.
+    """Return the head in a checkpoint.
 
     Args:
-      generation: that is wanted, 1 or 3.
-      rope_theta: instead of the config's, which some heads were not trained with.
+      checkpoint: see `read_checkpoint`.
+      target: properties of the target.
+      generation: expected generation, 1 or 3; None for either.
+      rope_theta: rotary base that replaces the one in the config, which is wrong for some published heads.
 
-    Returns: the head, and where the config says otherwise than the tensors, in sentences.
-    Raises: CheckpointError, naming what is missing, extra, transposed or wrongly shaped, and what does not fit the
-      target.
+    Returns: the head, and sentences about values in the config that contradict the tensors.
+    Raises: CheckpointError, naming tensors that are missing, extra, transposed or wrongly shaped, and sizes that do
+    not fit the target.
     """
     name = checkpoint.name
     found = eagle_generation(checkpoint.config, frozenset(checkpoint.tensors))
     if found is None:
-        raise CheckpointError(f"{name} holds no head of EAGLE: it has no fc.weight and no decoder layer beside it")
+        raise CheckpointError(f"{name} contains no EAGLE head: it lacks fc.weight or a decoder layer beside it")
     if generation is not None and found != generation:
         use = "'eagle3'" if found == 3 else "'eagle' or 'eagle2'"
-        raise CheckpointError(f"{name} holds a head of EAGLE{'-3' if found == 3 else ' (1 or 2)'}; use method {use}")
+        raise CheckpointError(f"{name} contains an EAGLE{'-3' if found == 3 else ' (1 or 2)'} head; use method {use}")
     tensors = _renamed(checkpoint)
     reader = StructureReader(name, _merged(checkpoint.config), tensors, target)
     vocabulary = reader.vocabulary(found)
@@ -324,22 +337,22 @@ def read_eagle(
 
 
 def _acceptance_in(config: Mapping[str, Any], name: str) -> float | None:
-    """The share of first tokens that the target took in validation; None where none is stored.
+    """Return the share of first tokens that the target accepted in validation, or None if it is not stored.
 
-    Raises: CheckpointError for a value that is not a share.
+    Raises: CheckpointError for a value outside 0..1.
     """
     stored = config.get(ACCEPTANCE)
     if stored is None:
         return None
     if isinstance(stored, bool) or not isinstance(stored, (int, float)) or not 0.0 <= stored <= 1.0:
-        raise CheckpointError(f"{ACCEPTANCE} is {stored!r} in the config of {name}; it must be a share, 0 to 1")
+        raise CheckpointError(f"{ACCEPTANCE} is {stored!r} in the config of {name}; it must be a number from 0 to 1")
     return float(stored)
 
 
 def write_eagle(head: EagleHead, target_name: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a head in the layout of the package speculators (0.9, which reads it).
+    """Return config and tensors of a head in the layout of the package speculators (0.9, which reads it).
 
-    The input embedding is left out where it is the target's.
+    The input embedding is omitted if it is the target's.
     """
     shape, layer = head.shape, head.shape.layer
     is_fused = shape.generation == 3
@@ -399,7 +412,7 @@ def write_eagle(head: EagleHead, target_name: str = "") -> tuple[dict[str, Any],
 
 
 def _speculators_name(name: str) -> str:
-    """Names of EAGLE-1's tensors as speculators has them."""
+    """Return the name of an EAGLE-1 tensor in the layout of speculators."""
     for ours, theirs in (
         ("layers.0.", "transformer."),
         ("fc.", "fusion_fc."),
@@ -415,7 +428,7 @@ def _speculators_name(name: str) -> str:
 
 
 def _renamed(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Tensors under our names, without those that are of no use."""
+    """Return tensors under foredraft's names, without unused ones."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
         short = eagle_name(name)
@@ -428,26 +441,29 @@ def _renamed(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _merged(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with that of the decoder layer, which speculators nests, on one level."""
+    """Return a config merged with the nested config of the decoder layer, as stored by speculators."""
     nested = config.get("transformer_layer_config")
     return {**(nested if isinstance(nested, Mapping) else {}), **config}
 
 
 def check_fits(head: EagleHead, target: TargetFacts, generation: int) -> None:
-    """Refuse a head in memory that is of another target or generation.
+    """Check that a head in memory is for this target and generation.
 
-    Raises: CheckpointError.
+    Raises: CheckpointError for another target or generation.
     """
     shape = head.shape
     if shape.generation != generation:
-        raise CheckpointError(f"the head is of generation {shape.generation}, and this method takes {generation}")
+        raise CheckpointError(
+            f"the head is of EAGLE generation {shape.generation}, and this method needs generation {generation}"
+        )
     wanted = (target.hidden_size, target.num_layers)
     if (shape.target_size, shape.num_layers_of_target) != wanted:
         raise CheckpointError(
             f"the head is for a target of {shape.num_layers_of_target} layers and hidden size {shape.target_size}, and "
-            f"{target.name} has {wanted[1]} and {wanted[0]}"
+            f"{target.name} has {wanted[1]} layers and hidden size {wanted[0]}"
         )
     if head.vocabulary is not None and head.vocabulary.target_size != target.vocab_size:
         raise CheckpointError(
-            f"the head drafts for {head.vocabulary.target_size} tokens, and {target.name} has {target.vocab_size}"
+            f"the head is for a target of {head.vocabulary.target_size} tokens, and {target.name} has "
+            f"{target.vocab_size}"
         )

@@ -1,4 +1,4 @@
-"""Heads of EAGLE in eight bits: a level of a draft, or all of it, in one call of the library's own kernels."""
+"""EAGLE heads in 8-bit weights, which run a level of a draft, or a whole draft, in one call of the native kernels."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from foredraft.sampling import noise
 from foredraft.sampling.processors import Sampler
 
 MOST_NODES = 64
-"""Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
+"""Largest number of nodes of a call. For more nodes, bfloat16 products of torch are faster, because computation then
+limits the speed, not reading weights."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Int8Head:
-    """A head of EAGLE as the kernels run it: weights in eight bits, all else in float32, keys and values in bfloat16.
+    """EAGLE head for the native kernels: weights in 8 bits, keys and values in bfloat16, everything else in float32.
 
     Args:
-      head: of one decoder layer, in bfloat16 or float32 on the CPU; see `why_not`.
-      table: (V, H), the embeddings that it reads.
-      output: the output layer (V_d, H) that it drafts with, see `is_plain`.
-      kernels: of the library's own, which multiply bytes.
+      head: head with one decoder layer, in bfloat16 or float32 on the CPU; see `why_not`.
+      table: input embedding (V, H).
+      output: output layer (V_d, H), see `is_plain`.
+      kernels: native kernels that multiply 8-bit integers.
 
     Attributes:
-      num_bytes: of its weights.
+      num_bytes: size of the weights.
 
-    Exactness: within the rounding of bytes of what the module computes; what is drafted is verified.
+    Exactness: equal to the module up to 8-bit rounding; drafts are verified by the target.
     Randomness: none.
     """
 
@@ -49,7 +50,7 @@ class Int8Head:
         sizes = shape.layer
         self.size, self.num_logits = sizes.hidden_size, len(packing.unpacked_weight(output))
         self._kernels = kernels
-        self._last_token = len(table) - 1  # stands for those that the head does not know
+        self._last_token = len(table) - 1  # replaces tokens outside of the head's embedding
         self._kept: list[object] = [table]
         hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None
         norms = (head.embed_norm, head.input_norm, layer.input_layernorm, hidden_norm)
@@ -97,12 +98,13 @@ class Int8Head:
         """Run nodes, and write their keys and values.
 
         Args:
-          nodes, lengths: as of `Nodes.fields`.
-          keys, values: (R, heads, T, head_dim) in bfloat16, from the first of these rows on.
-          given: (n, streams * H of the target) in the dtype of the head where ``is_true``, else what this returned
-            for their parents; of all nodes, row after row.
+          nodes, lengths: see `Nodes.fields`.
+          keys, values: (R, heads, T, head_dim) in bfloat16, starting with the first of these rows.
+          given: features of all nodes, row after row. If ``is_true``, (n, streams * H of the target) in the dtype of
+            the head, else the outputs of this method for their parents.
+          is_true: True for features of the target.
 
-        Returns: (n, H) in float32: what children are fed, and what `logits` reads.
+        Returns: (n, H) in float32, the features for the children, which are also the input of `logits`.
         """
         nodes.tokens.clamp_(max=self._last_token)
         outputs, fields = torch.empty(nodes.num_real, self.size), nodes.fields(lengths)
@@ -120,7 +122,7 @@ class Int8Head:
         return outputs
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """(..., H) -> (..., V_d) in float32."""
+        """Return logits (..., V_d) in float32 of outputs (..., H)."""
         outputs = outputs.float().contiguous()
         found = outputs.new_empty(*outputs.shape[:-1], self.num_logits)
         self._run("head_logits", outputs.data_ptr(), outputs.numel() // self.size, found.data_ptr())
@@ -146,27 +148,27 @@ class Int8Head:
         sampler: Sampler | None = None,
         position: int = 0,
     ) -> tuple[list[int], list[int], list[float]]:
-        """The draft of one row, as `Growth` makes it with reranking.
+        """Grow the draft of one row as `Growth` does with reranking.
 
         Args:
-          trunk: entries of the text; behind them there is room for ``(depth - 1) * beam`` more.
-          pending: the last token.
-          last: (H,) in float32, the output of the last entry; written where that is owed.
-          keys, values: (1, heads, T, head_dim), of this row.
-          names: int64 (V_d,), the tokens of the output layer; None for their own numbers.
-          owed: tokens (n,) and streams (n, streams * H of the target) of the last entries of the trunk, where these are
-            still to be made.
-          depth: levels.
-          branches: children of a node.
-          beam: nodes of a level that get children.
-          most: nodes of the draft, root included.
-          power: to which probabilities are raised, and normalised.
-          least_mass: of the nodes that are expanded next; see `Growth`.
-          least: score from which on nodes are expanded.
-          sampler: draws the tokens of the target; None where it takes its likeliest ones.
-          position: index in the text of the first drafted token.
+          trunk: number of cache entries of committed tokens; there must be room for ``(depth - 1) * beam`` more.
+          pending: last token.
+          last: (H,) in float32, the output of the last entry; written if that entry is deferred.
+          keys, values: (1, heads, T, head_dim) of this row.
+          names: int64 (V_d,), tokens of the output layer's rows; None if rows are token ids.
+          owed: tokens (n,) and streams (n, streams * H of the target) of the last entries of the trunk, if these are
+            deferred.
+          depth: number of levels.
+          branches: number of children per node.
+          beam: number of nodes per level that get children.
+          most: largest number of nodes of the draft, root included.
+          power: exponent of the probabilities, which are then normalised.
+          least_mass: least total probability of the nodes to expand next; see `Growth`.
+          least: lowest score of a node that is expanded.
+          sampler: sampler of the target's tokens; None if the target is greedy.
+          position: index in the row of the first drafted token.
 
-        Returns: tokens, parents, and logarithms of the chances of paths, of every node.
+        Returns: token, parent and log-probability of the path, for every node.
         """
         most = min(most, 1 + depth * beam * branches)
         tokens, parents = (abi.Integer * most)(), (abi.Integer * most)()
@@ -208,7 +210,7 @@ class Int8Head:
         return function(ctypes.addressof(self._head), *arguments, torch.get_num_threads())
 
     def _weight_of(self, norm: nn.Module | None) -> int | None:
-        """The address of the weight of a norm, in float32."""
+        """Return the address of a norm's weight in float32."""
         if norm is None:
             return None
         weight = norm.weight.detach().float().contiguous()  # type: ignore[operator]
@@ -218,7 +220,7 @@ class Int8Head:
 
 
 def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> str | None:
-    """Why a head runs as a module; None where `Int8Head` takes it."""
+    """Return the reason why a head must run as a PyTorch module, or None if `Int8Head` supports it."""
     shape = head.shape
     sizes = shape.layer
     inputs = (sizes.hidden_size, len(shape.streams) * shape.target_size, sizes.num_heads * sizes.head_dim)
@@ -238,12 +240,12 @@ def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> st
 
 
 def is_frozen(head: EagleHead) -> bool:
-    """Whether its weights were packed when it was loaded, so that nobody trains them."""
+    """Return whether the head's weights were packed when it was loaded, so that they cannot be trained."""
     return all(isinstance(forwards.replacement(layer), packing.PackedLinear) for layer in forwards.linears(head))
 
 
 def is_plain(output: nn.Module) -> bool:
-    """Whether an output layer is a product with a weight and nothing else."""
+    """Return whether an output layer is a linear layer without bias."""
     return type(output) is nn.Linear and output.bias is None
 
 
@@ -252,7 +254,7 @@ def _norms(head: EagleHead) -> list[nn.Module]:
 
 
 def _matrix(layers: Sequence[nn.Module], kernels: Library) -> CodesMatrix:
-    """Of layers with one input, as one."""
+    """Join layers with the same input into one matrix."""
     weights = [packing.unpacked_weight(layer) for layer in layers]
     biases = [cast("torch.Tensor | None", layer.bias) for layer in layers]
     bias = None

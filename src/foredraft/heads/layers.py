@@ -1,4 +1,4 @@
-"""The parts that heads are made of: a decoder layer in the manner of Llama, whose keys and values lie in any cache."""
+"""Parts of heads: a Llama-style decoder layer whose keys and values are stored in any cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foredraft.model.execution.attention import grouped_sdpa
 from foredraft.model.nodes import FlatNodes
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary positions whose angles do not depend on the length of the text."""
+"""Rotary types whose angles do not depend on the context length."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class LayerShape:
     """Sizes and settings of a decoder layer.
 
     Args:
-      hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim: as in transformers' configs.
-      eps: of the norms.
-      activation: transformers' name of it.
-      rope: transformers' ``rope_parameters``: ``rope_type``, ``rope_theta`` and what the type takes.
-      has_bias: of the projections of queries, keys and values.
-      has_head_norms: norms of queries and keys by head (Qwen3).
+      hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim: sizes, as in the configs of transformers.
+      eps: epsilon of the norms.
+      activation: name of the activation in transformers.
+      rope: ``rope_parameters`` of transformers: ``rope_type``, ``rope_theta`` and the parameters of the type.
+      has_bias: True if the projections of queries, keys and values have a bias.
+      has_head_norms: True if queries and keys are normed per head (Qwen3).
     """
 
     hidden_size: int
@@ -46,12 +46,12 @@ class LayerShape:
 
     @property
     def kv_numbers(self) -> int:
-        """How many numbers keys and values of one token are."""
+        """Number of values in the keys and values of one token."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @classmethod
     def of(cls, config: Any) -> LayerShape:
-        """That of the decoder layers of a target, by its config."""
+        """Return the shape of a target's decoder layers, from its config."""
         num_heads = config.num_attention_heads
         rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
         return cls(
@@ -66,16 +66,16 @@ class LayerShape:
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of positions, computed as they are asked for: no table ends where a context was trained to.
+    """Cosines and sines of positions, computed on demand, so that no table limits the context.
 
-    Raises: CheckpointError for kinds of rotary positions that depend on the length of the text.
+    Raises: CheckpointError for rotary types that depend on the context length.
     """
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         kind = shape.rope.get("rope_type", "default")
         if kind not in ROPE_TYPES:
-            raise CheckpointError(f"rope_type is {kind!r}; heads take {', '.join(ROPE_TYPES)}")
+            raise CheckpointError(f"rope_type is {kind!r}; heads support {', '.join(ROPE_TYPES)}")
         theta = float(shape.rope.get("rope_theta", 10000.0))
         self.factor = 1.0
         self._cast: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -93,11 +93,11 @@ class Rotary(nn.Module):
 
     @property
     def frequencies(self) -> Tensor:
-        """Of every pair of a head's numbers, float64 (head_dim / 2,): the angle of position 1."""
+        """Angle of position 1 for every pair of values of an attention head, float64 (head_dim / 2,)."""
         return self._frequencies
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions (B, N) -> cosines and sines (B, 1, N, head_dim) of this dtype."""
+        """Return cosines and sines (B, 1, N, head_dim) of positions (B, N) in this dtype."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = self._cast.get((positions.device, wide))
         if frequencies is None:
@@ -111,20 +111,20 @@ class Rotary(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(B, heads, N, head_dim), its halves turned against one another."""
+    """Apply rotary positions to x (B, heads, N, head_dim), pairing its first half with its second half."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Where the nodes of a forward stand, and what they may look at.
+    """Positions, mask and cache of the nodes of a forward pass.
 
     Args:
-      cos, sin: of their positions.
-      mask: bool or additive (B, 1, N, T); None where all see everything.
-      cache: of keys and values; None where there is nothing before these nodes.
-      flat: where the nodes come as one list (1, S) of the real nodes of all rows.
+      cos, sin: cosines and sines of the positions.
+      mask: bool or additive (B, 1, N, T); None if every node attends to everything.
+      cache: cache of keys and values; None if there is nothing before these nodes.
+      flat: layout of the nodes if they are given as one list (1, S) of the real nodes of all rows; else None.
     """
 
     cos: Tensor
@@ -138,8 +138,9 @@ class Attention(nn.Module):
     """Grouped self-attention with rotary positions.
 
     Args:
-      in_size: of what queries, keys and values are made of.
-      index: of the layer in the cache.
+      shape: sizes of the layer.
+      in_size: size of the input of queries, keys and values.
+      index: index of the layer in the cache.
     """
 
     def __init__(self, shape: LayerShape, in_size: int, index: int) -> None:
@@ -154,7 +155,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head_dim, shape.eps) if shape.has_head_norms else None
 
     def forward(self, x: Tensor, placed: AttentionContext) -> Tensor:
-        """(B, N, in) -> (B, N, H)."""
+        """Return (B, N, H) from (B, N, in)."""
         queries, keys, values = (self._by_head(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
@@ -173,16 +174,16 @@ class Attention(nn.Module):
 
     @property
     def sharing_input(self) -> tuple[nn.Linear, ...]:
-        """Layers that are given the same tensor."""
+        """Layers with the same input."""
         return self.q_proj, self.k_proj, self.v_proj
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """(B, N, heads * head_dim) -> (B, heads, N, head_dim)."""
+        """Reshape (B, N, heads * head_dim) to (B, heads, N, head_dim)."""
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
 class MLP(nn.Module):
-    """The gated feed-forward network of Llama."""
+    """Gated feed-forward network of Llama."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -193,20 +194,22 @@ class MLP(nn.Module):
 
     @property
     def sharing_input(self) -> tuple[nn.Linear, ...]:
-        """Layers that are given the same tensor."""
+        """Layers with the same input."""
         return self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
+        """Return (..., H) from (..., H)."""
         mixed: Tensor = self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x))
         return mixed
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP around a residual stream.
+    """Decoder layer with attention and MLP around a residual stream.
 
     Args:
-      has_input_norm: without one, attention reads the stream as it is (EAGLE-1).
+      shape: sizes of the layer.
+      index: index of the layer in the cache.
+      has_input_norm: False if attention reads the residual stream without a norm (EAGLE-1).
     """
 
     def __init__(self, shape: LayerShape, index: int = 0, *, has_input_norm: bool = True) -> None:
@@ -217,7 +220,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, placed: AttentionContext) -> Tensor:
-        """(B, N, H) -> (B, N, H)."""
+        """Return (B, N, H) from (B, N, H)."""
         x = x + self.self_attn(x if self.input_layernorm is None else self.input_layernorm(x), placed)
         mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return mixed

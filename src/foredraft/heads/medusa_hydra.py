@@ -1,7 +1,7 @@
-"""Heads of Medusa, Hydra and Hydra++: each guesses one of the next tokens from what the target has computed.
+"""Heads of Medusa, Hydra and Hydra++, each of which guesses one of the next tokens from the target's features.
 
-Medusa's look at a hidden state alone, without seeing one another; Hydra's see the tokens drafted before theirs, too.
-"""
+Medusa heads read a hidden state alone, independently of one another. Hydra heads also read the tokens drafted before
+them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from foredraft.heads.layers import AttentionContext, DecoderLayer, LayerShape, R
 from foredraft.heads.vocabulary import DraftVocabulary
 
 OutputLayer = Callable[[Tensor], Tensor]
-"""(..., H) -> (..., V): the target's own."""
+"""Output layer of the target, from (..., H) to (..., V)."""
 
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """The structure of heads, as the tensors of a checkpoint show it.
+    """Structure of Medusa or Hydra heads, as the tensors of a checkpoint show it.
 
     Args:
       hidden_size: H of the target.
-      vocab_size: rows of every output layer; 0 where the target's own layer is used.
+      vocab_size: number of rows of every output layer; 0 if the target's own layer is used.
       num_heads: K.
-      num_layers: residual blocks of a head of Medusa; of Hydra, layers of the MLP of a head, the first included.
-      is_shared: the blocks of a head, of Hydra the later layers, are one, repeated, as in the published checkpoints.
-      has_bias: of Medusa's blocks.
-      prefix: the layer that attends to what comes before (Hydra++); None without one.
-      offset: of Hydra, which hidden state of the target is read: m layers before the last; 0 for the last, after the
+      num_layers: number of residual blocks of a Medusa head; for Hydra, number of MLP layers of a head, the first
+        included.
+      is_shared: True if all blocks of a head (for Hydra, the later layers) are the same module repeated, as in the
+        published checkpoints.
+      has_bias: True if Medusa's blocks have a bias.
+      prefix: sizes of the layer that attends to earlier tokens (Hydra++); None without one.
+      offset: hidden state that Hydra heads read, as a number of layers before the last; 0 for the last one, after the
         final norm.
     """
 
@@ -49,12 +51,12 @@ class HeadsShape:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), with W = 0 at first; R x + r in the place of x where several vectors side by side become one.
+    """Block x + SiLU(W x + b), with W = 0 at first; for several input vectors, R x + r replaces the first x.
 
     Args:
       size: H.
-      num_inputs: n, vectors side by side.
-      has_bias: whether there is a b.
+      num_inputs: n, number of input vectors side by side.
+      has_bias: True for a bias b.
     """
 
     def __init__(self, size: int, num_inputs: int = 1, *, has_bias: bool = True) -> None:
@@ -64,19 +66,19 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n H) -> (..., H)."""
+        """Return (..., H) from (..., n H)."""
         mixed: Tensor = self.res_connection(x) + F.silu(self.linear(x))
         return mixed
 
 
 def repeated(make: Callable[[], nn.Module], times: int, is_shared: bool) -> nn.ModuleList:
-    """One module several times, or several modules: the published classes repeat one, whose weights are then shared."""
+    """Return one module several times (as in the published classes, with shared weights), or several modules."""
     first = make()
     return nn.ModuleList([first, *(first if is_shared else make() for _ in range(times - 1))])
 
 
 class PrefixLayer(nn.Module):
-    """Hydra++: a decoder layer with its final norm, run causally over the target's hidden states."""
+    """Decoder layer of Hydra++ with a final norm, run causally over the target's hidden states."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -86,26 +88,26 @@ class PrefixLayer(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.eps)
 
     def placed(self, positions: Tensor, dtype: torch.dtype, mask: Tensor | None, cache: Any = None) -> AttentionContext:
-        """The context of attention for hidden states at positions (B, N)."""
+        """Return the attention context for hidden states at positions (B, N)."""
         cos, sin = self.rotary(positions, dtype)
         return AttentionContext(cos, sin, mask, cache)
 
     def forward(self, hidden: Tensor, placed: AttentionContext) -> Tensor:
-        """(B, N, H) -> (B, N, H)."""
+        """Return (B, N, H) from (B, N, H)."""
         normed: Tensor = self.norm(self.layer(hidden, placed))
         return normed
 
 
 class MultiHeads(nn.Module):
-    """K heads; from the state after token t, head k guesses token t + 2 + k. The target itself says token t + 1.
+    """K heads; from the state after token t, head k guesses token t + 2 + k. Token t + 1 is the target's own choice.
 
     Args:
-      shape: their structure.
-      vocabulary: which tokens the output layers have rows for; None for all of the target's, or where it has none.
+      shape: structure of the heads.
+      vocabulary: tokens of the output layers' rows; None for all of the target's, or if there are no output layers.
 
     Attributes:
-      sees_path: whether a head is given the tokens that stand before its guess.
-      prefix: a layer that attends to what comes before; None without one.
+      sees_path: True if a head reads the tokens before its guess.
+      prefix: layer that attends to earlier tokens; None without one.
     """
 
     sees_path = False
@@ -122,10 +124,11 @@ class MultiHeads(nn.Module):
         return nn.ModuleList(nn.Linear(size, num_rows, bias=bias) for _ in range(self.num_heads if num_rows else 0))
 
     def reduced(self, vocabulary: DraftVocabulary, rows_of: Callable[[nn.Module], nn.Module]) -> Self:
-        """The same heads with some rows of their output layers; everything else is shared.
+        """Return the same heads with some rows of their output layers; everything else is shared.
 
         Args:
-          rows_of: the layer of these tokens, of an output layer of all.
+          vocabulary: tokens to keep.
+          rows_of: function from an output layer to one with these tokens only.
         """
         other = type(self).__new__(type(self))
         nn.Module.__init__(other)
@@ -137,7 +140,7 @@ class MultiHeads(nn.Module):
 
     @property
     def kind(self) -> str:
-        """The method of such heads."""
+        """Name of the method for such heads."""
         return "medusa"
 
     @property
@@ -146,12 +149,12 @@ class MultiHeads(nn.Module):
 
     @property
     def offset(self) -> int:
-        """Which hidden state of the target is read: so many layers before the last."""
+        """Number of layers before the last whose hidden state is read."""
         return self.shape.offset
 
     @property
     def needs_output_layer(self) -> bool:
-        """Whether the target's output layer turns their states into logits."""
+        """True if the target's output layer computes the logits."""
         return not self.shape.vocab_size
 
     @property
@@ -164,17 +167,18 @@ class MultiHeads(nn.Module):
 
     @abstractmethod
     def state(self, head: int, inputs: Tensor) -> Tensor:
-        """What an output layer reads of head ``head``, (M, n H) -> (M, H); see `logits`."""
+        """Return the output layer's input (M, H) for head ``head`` from inputs (M, n H); see `logits`."""
 
     def logits(self, head: int, inputs: Tensor, output: OutputLayer | None = None) -> Tensor:
-        """What head ``head`` says.
+        """Return the logits of head ``head``.
 
         Args:
-          inputs: (M, H), context vectors; of heads that see the path (M, (head + 2) H): behind each the embeddings of
-            the pending token and of the ``head`` drafted ones after it.
-          output: the target's output layer, for heads without their own.
+          head: index of the head.
+          inputs: (M, H), context vectors. For heads that read the path, (M, (head + 2) H): each context vector,
+            followed by the embeddings of the pending token and of the ``head`` drafted tokens after it.
+          output: target's output layer, for heads without their own.
 
-        Returns: (M, V), or V_d where the output layers have rows for a part of the vocabulary.
+        Returns: (M, V), or (M, V_d) if the output layers cover a part of the vocabulary.
         """
         state = self.state(head, inputs)
         if self.lm_heads:
@@ -183,8 +187,9 @@ class MultiHeads(nn.Module):
         return _needed(output)(state)
 
     def contexts(self, hidden: Tensor) -> Tensor:
-        """Context vectors of whole texts at once, (..., T, H) -> (..., T, H): the states themselves, or what the prefix
-        layer makes of them."""
+        """Return the context vectors (..., T, H) of whole rows at once: the hidden states (..., T, H), or the prefix
+        layer's outputs.
+        """
         if self.prefix is None:
             return hidden
         length = hidden.shape[-2]
@@ -196,14 +201,15 @@ class MultiHeads(nn.Module):
         return mixed.view(hidden.shape)
 
     def along(self, head: int, contexts: Tensor, embedded: Tensor, output: OutputLayer | None = None) -> Tensor:
-        """What a head says along a text that is known.
+        """Return the logits of a head along a known token sequence.
 
         Args:
-          contexts: (T, H), of tokens 0 to T - 1.
-          embedded: (T, H), of the same tokens.
-          output: as for `logits`.
+          head: index of the head.
+          contexts: (T, H), context vectors of tokens 0 to T - 1.
+          embedded: (T, H), embeddings of the same tokens.
+          output: see `logits`.
 
-        Returns: (T - 1 - head, V): row t guesses token t + 2 + head.
+        Returns: (T - 1 - head, V); row t guesses token t + 2 + head.
         """
         count = len(contexts) - 1 - head
         path = [embedded[1 + i : 1 + i + count] for i in range(head + 1)] if self.sees_path else []
@@ -212,12 +218,12 @@ class MultiHeads(nn.Module):
 
 def _needed(output: OutputLayer | None) -> OutputLayer:
     if output is None:
-        raise CheckpointError("these heads have no output layers; give the target's")
+        raise CheckpointError("these heads have no output layers; pass the target's output layer")
     return output
 
 
 class MedusaHeads(MultiHeads):
-    """Heads that do not see one another.
+    """Heads that guess independently of one another.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774).
     """
@@ -238,14 +244,14 @@ class MedusaHeads(MultiHeads):
         return inputs
 
     def forward(self, hidden: Tensor, num_heads: int | None = None, output: OutputLayer | None = None) -> Tensor:
-        """Logits of the first heads.
+        """Return the logits of the first heads.
 
         Args:
-          hidden: (B, H), the input of the target's output layer.
-          num_heads: D, how many; all by default.
-          output: as for `logits`.
+          hidden: (B, H), input of the target's output layer.
+          num_heads: D, the number of heads to run; all by default.
+          output: see `logits`.
 
-        Returns: (B, D, V), or V_d.
+        Returns: (B, D, V) or (B, D, V_d).
         """
         heads = range(self.num_heads if num_heads is None else num_heads)
         states = [self.state(head, hidden) for head in heads]
@@ -255,7 +261,7 @@ class MedusaHeads(MultiHeads):
 
 
 class HydraHeads(MultiHeads):
-    """Heads that see the tokens t + 1 ... t + 1 + k, too.
+    """Heads that also read the tokens t + 1 ... t + 1 + k.
 
     Source: Hydra (Ankner et al. 2024, arXiv:2402.05109); Hydra++ with a prefix layer and deeper MLPs.
     """

@@ -1,4 +1,4 @@
-"""Published layouts of Medusa's heads (their authors', alone or inside of a model, and vLLM's) and of Hydra's."""
+"""Published layouts of Medusa heads (the authors', alone or inside a model, and vLLM's) and of Hydra heads."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ Heads = TypeVar("Heads", bound=nn.Module)
 
 
 def read_medusa(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> tuple[MedusaHeads, tuple[str, ...]]:
-    """Heads from a published layout, its structure taken from the tensors.
+    """Return Medusa heads from a published layout, with the structure read from the tensors.
 
-    Layouts: the authors' (``0.0.linear.weight``, with or without output layers), the same inside of a model that was
+    Layouts: the authors' (``0.0.linear.weight``, with or without output layers), the same inside a model that was
     fine-tuned with its heads (``medusa_head.0...``), and vLLM's (``blocks.0.layers.0.weight``).
 
     Args:
       checkpoint: see `read_checkpoint`.
       hidden_size, vocab_size: H and V of the target.
 
-    Returns: the heads, and where the config says otherwise than the tensors, in sentences.
-    Raises: CheckpointError for tensors that are missing, extra, transposed or wrongly shaped, and for heads of another
-      target.
+    Returns: the heads, and sentences about values in the config that contradict the tensors.
+    Raises: CheckpointError for tensors that are missing, extra, transposed or wrongly shaped, and for heads for
+    another target.
     """
     tensors, token_map = _named(checkpoint)
     heads, layers, has_outputs, own_size = _structure(tensors, checkpoint.name)
@@ -58,9 +58,10 @@ def read_medusa(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> tu
 
 
 def write_medusa(heads: MedusaHeads, base_model: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of heads in their authors' layout, with the number of heads that there are.
+    """Return config and tensors of heads in the authors' layout, with the actual number of heads.
 
     Args:
+      heads: heads to write.
       base_model: name of the target.
     """
     shape = heads.shape
@@ -86,17 +87,17 @@ def write_medusa(heads: MedusaHeads, base_model: str | None = None) -> tuple[dic
 def read_hydra(
     checkpoint: Checkpoint, hidden_size: int, vocab_size: int, layer: LayerShape | None = None
 ) -> tuple[HydraHeads, tuple[str, ...]]:
-    """Heads from the published layout, its structure taken from the tensors.
+    """Return Hydra heads from the published layout, with the structure read from the tensors.
 
     Args:
       checkpoint: see `read_checkpoint`.
       hidden_size, vocab_size: H and V of the target.
-      layer: of the target's decoder layers, whose sizes the prefix layer of the published heads has; keys of the config
-        (``num_attention_heads``, ``rope_theta``, ...) go before them.
+      layer: shape of the target's decoder layers, which the published prefix layers have, too. Keys of the config
+        (``num_attention_heads``, ``rope_theta``, ...) take precedence.
 
-    Returns: the heads, and where the config says otherwise than the tensors, in sentences.
-    Raises: CheckpointError for tensors that are missing, extra, transposed or wrongly shaped, for heads of another
-      target, and for the architectures that the published weights do not have (cross-attn, eagle-attn, not grounded).
+    Returns: the heads, and sentences about values in the config that contradict the tensors.
+    Raises: CheckpointError for tensors that are missing, extra, transposed or wrongly shaped, for heads for another
+    target, and for architectures without published weights (cross-attn, eagle-attn, not grounded).
     """
     config, name = checkpoint.config, checkpoint.name
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if not HYDRA_COPIES.fullmatch(key)}
@@ -104,10 +105,12 @@ def read_hydra(
     _check_architecture(config, has_prefix, name)
     if not any(HYDRA_MLP.fullmatch(key) for key in tensors):
         found = ", ".join(sorted(tensors)[:4]) or "none"
-        raise CheckpointError(f"{name} has no Hydra heads; its tensors are {found}, want hydra_mlp.0.0.linear.weight")
+        raise CheckpointError(
+            f"{name} has no Hydra heads; its tensors are {found}, and hydra_mlp.0.0.linear.weight is expected"
+        )
     heads = 1 + max(int(match[1]) for match in map(HYDRA_MLP.fullmatch, tensors) if match)
     steps = sorted({int(match[2]) for match in map(HYDRA_MLP.fullmatch, tensors) if match})
-    place = {step: i for i, step in enumerate(steps)}  # dropout has numbers of its own
+    place = {step: i for i, step in enumerate(steps)}  # dropout layers are numbered, too
     token_map = tensors.pop(TOKEN_MAP, None)
     tensors = {_own_hydra_name(key, place): tensor for key, tensor in tensors.items()}
     bias = tensors.get("first.0.linear.bias")
@@ -115,14 +118,16 @@ def read_hydra(
     wanted = config.get("hydra_num_layers", len(steps))
     if wanted != len(steps):
         raise CheckpointError(
-            f"hydra_num_layers is {wanted!r} in the config of {name}, and its heads store {len(steps)} layers each; "
-            "which of them are applied how often cannot be told: correct the config"
+            f"hydra_num_layers is {wanted!r} in the config of {name}, and each head has {len(steps)} layers, so it is "
+            "unclear how often each layer is applied; correct the config"
         )
     is_shared = _are_copies(tensors, "later", heads, len(steps) - 1)
     prefix = _prefix_shape(tensors, config, layer, name) if has_prefix else None
     offset = config.get("hidden_state_offset", 0)
     if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-        raise CheckpointError(f"hidden_state_offset is {offset!r} in the config of {name}; want 0 or more layers")
+        raise CheckpointError(
+            f"hidden_state_offset is {offset!r} in the config of {name}; it must be a whole number of layers, 0 or more"
+        )
     vocabulary, num_rows = _vocabulary(token_map, vocab_size)
     if config.get(SHARED_OUTPUT, False) is True:
         num_rows = 0
@@ -131,18 +136,19 @@ def read_hydra(
     shape = HeadsShape(hidden_size, num_rows, heads, len(steps), is_shared, prefix=prefix, offset=offset)
     module = _filled(lambda: HydraHeads(shape, vocabulary), tensors, "later" if is_shared else "", name)
     if module.prefix is not None and prefix is not None:
-        module.prefix.rotary = Rotary(prefix)  # its angles are no parameters
+        module.prefix.rotary = Rotary(prefix)  # the angles are not parameters, so they are not filled
     return module, _notes(checkpoint, {"hydra_num_heads": heads})
 
 
 def write_hydra(heads: HydraHeads, base_model: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of heads in their authors' layout: copies of shared layers, and none of the embedding.
+    """Return config and tensors of heads in the authors' layout: shared layers as copies, without the embedding.
 
     Args:
+      heads: heads to write.
       base_model: name of the target.
     """
     shape, prefix = heads.shape, heads.shape.prefix
-    first, step = (0, 1) if prefix is None else (1, 2)  # a dropout stands before every layer of prefix-mlp
+    first, step = (0, 1) if prefix is None else (1, 2)  # prefix-mlp has a dropout before every layer
     tensors: dict[str, Tensor] = {}
     for head in range(shape.num_heads):
         layers = [heads.first[head], *(heads.later[head] if heads.later else ())]  # type: ignore[misc]
@@ -176,26 +182,26 @@ def write_hydra(heads: HydraHeads, base_model: str | None = None) -> tuple[dict[
     return config, tensors
 
 
-# -- what both do ----------------------------------------------------------------------------------------------------
+# -- Medusa and Hydra ------------------------------------------------------------------------------------------------
 
 
 def _check_size(own: int, hidden_size: int, checkpoint: Checkpoint) -> None:
     if own != hidden_size:
         raise CheckpointError(
-            f"the heads in {checkpoint.name} read hidden states of {own} numbers, and the target's have {hidden_size}; "
-            f"they are of {checkpoint.config.get('base_model_name_or_path') or 'another target'}"
+            f"the heads in {checkpoint.name} read hidden states of size {own}, and the target's have size "
+            f"{hidden_size}; the heads are for {checkpoint.config.get('base_model_name_or_path') or 'another target'}"
         )
 
 
 def _vocabulary(token_map: Tensor | None, vocab_size: int) -> tuple[DraftVocabulary | None, int]:
-    """What output layers have rows for, and how many."""
+    """Return the tokens of the output layers' rows, and the number of rows."""
     if token_map is None:
         return None, vocab_size
     return DraftVocabulary(token_map.to(torch.int64), vocab_size), len(token_map)
 
 
 def _are_copies(tensors: Mapping[str, Tensor], kind: str, heads: int, layers: int) -> bool:
-    """Whether the layers of every head hold the same numbers."""
+    """Return whether the layers of every head have equal values."""
     pairs = [
         (f"{kind}.{head}.0.linear.{what}", f"{kind}.{head}.{layer}.linear.{what}")
         for head in range(heads)
@@ -210,13 +216,16 @@ def _are_copies(tensors: Mapping[str, Tensor], kind: str, heads: int, layers: in
 
 
 def _filled(make: Callable[[], Heads], tensors: Mapping[str, Tensor], copies: str, name: str) -> Heads:
-    """A module with these tensors, in their dtype.
+    """Return a module with these tensors, in their dtype.
 
     Args:
-      copies: layers of which all but the first are copies; "" where none are.
+      make: function that makes the module.
+      tensors: tensors by parameter name.
+      copies: name of the layers of which all but the first are copies; "" if there are none.
+      name: name of the checkpoint, for messages.
     """
     dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    with torch.device("meta"):  # large layers need no random numbers
+    with torch.device("meta"):  # skip slow random initialisation
         module = make().to(dtype)
     module = module.to_empty(device="cpu")
     kept = {key: tensor for key, tensor in tensors.items() if not copies or not re.match(rf"{copies}\.\d+\.[1-9]", key)}
@@ -225,9 +234,11 @@ def _filled(make: Callable[[], Heads], tensors: Mapping[str, Tensor], copies: st
 
 
 def _notes(checkpoint: Checkpoint, stored: Mapping[str, int]) -> tuple[str, ...]:
-    """What the config says wrongly: that of the published Vicuna heads counts 2 heads, and 5 are stored."""
+    """Return sentences about wrong values in the config, such as the 2 heads in the published Vicuna config that
+    stores 5.
+    """
     return tuple(
-        f"its config says {key}: {checkpoint.config[key]}, and {count} are stored, which are used"
+        f"the config says {key}={checkpoint.config[key]}, but the checkpoint has {count}, which are used"
         for key, count in stored.items()
         if key in checkpoint.config and checkpoint.config[key] != count
     )
@@ -237,12 +248,12 @@ def _notes(checkpoint: Checkpoint, stored: Mapping[str, int]) -> tuple[str, ...]
 
 
 def _named(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The tensors of the heads under their authors' names, and vLLM's token map if there is one."""
+    """Return the tensors of the heads under the authors' names, and vLLM's token map if there is one."""
     tensors = dict(checkpoint.tensors)
     inside = {
         name.removeprefix(MEDUSA_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(MEDUSA_PREFIX)
     }
-    if inside:  # the rest is the model that was trained with them
+    if inside:  # all other tensors belong to the model that was trained with the heads
         tensors = inside
     token_map = tensors.pop(TOKEN_MAP, None)
     if any(MEDUSA_SERVED.fullmatch(name) for name in tensors):
@@ -251,12 +262,14 @@ def _named(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None]:
         tensors = {_from_served(name, layers): tensor for name, tensor in tensors.items()}
     if not any(MEDUSA_BLOCK.fullmatch(name) for name in tensors):
         found = ", ".join(sorted(tensors)[:4]) or "none"
-        raise CheckpointError(f"{checkpoint.name} has no Medusa heads; its tensors are {found}, want 0.0.linear.weight")
+        raise CheckpointError(
+            f"{checkpoint.name} has no Medusa heads; its tensors are {found}, and 0.0.linear.weight is expected"
+        )
     return tensors, token_map
 
 
 def _from_served(name: str, layers: int) -> str:
-    """vLLM's name of a tensor as the authors', any other as it is."""
+    """Return the authors' name for a tensor in vLLM's layout; other names do not change."""
     match = MEDUSA_SERVED.fullmatch(name)
     if match is None:
         return name
@@ -264,19 +277,19 @@ def _from_served(name: str, layers: int) -> str:
 
 
 def _structure(tensors: Mapping[str, Tensor], name: str) -> tuple[int, int, bool, int]:
-    """Heads, layers per head, whether they have output layers, and H."""
+    """Return the number of heads, the number of layers per head, whether they have output layers, and H."""
     blocks = [match for match in map(MEDUSA_BLOCK.fullmatch, tensors) if match]
     layers = 1 + max(int(match[2]) for match in blocks)
     outputs = [match for match in map(MEDUSA_OUTPUT.fullmatch, tensors) if match]
     heads = 1 + max(int(match[1]) for match in (*blocks, *outputs))
     first = next(tensors[match[0]] for match in blocks if match[3] == "weight")
     if first.ndim != 2:
-        raise CheckpointError(f"a block of {name} has shape {tuple(first.shape)}; want (H, H)")
+        raise CheckpointError(f"a block of {name} has shape {tuple(first.shape)}; it must be (H, H)")
     return heads, layers, bool(outputs), first.shape[1]
 
 
 def _own_medusa_name(name: str) -> str:
-    """The name of a tensor in `MedusaHeads`."""
+    """Return the name of a tensor in `MedusaHeads`."""
     block = MEDUSA_BLOCK.fullmatch(name)
     if block:
         return f"blocks.{name}"
@@ -293,19 +306,24 @@ def _modules(blocks: nn.Module) -> list[nn.Module]:
 
 
 def _check_architecture(config: Mapping[str, Any], has_prefix: bool, name: str) -> None:
-    """The layout decides; a config that asks for what the tensors cannot be is refused."""
+    """Check that the config agrees with the architecture that the tensors show.
+
+    Raises: CheckpointError if it does not, or names an unsupported architecture.
+    """
     arch = config.get("hydra_head_arch")
     if config.get("grounded_heads", True) is False:
-        raise CheckpointError(f"{name} says grounded_heads: false, heads that do not see drafted tokens; not supported")
+        raise CheckpointError(
+            f"{name} has grounded_heads: false, and heads that do not read drafted tokens are not supported"
+        )
     if arch not in (None, "mlp", "prefix-mlp"):
-        raise CheckpointError(f"hydra_head_arch of {name} is {arch!r}; known are mlp and prefix-mlp")
+        raise CheckpointError(f"hydra_head_arch of {name} is {arch!r}; mlp and prefix-mlp are supported")
     if arch is not None and has_prefix != (arch == "prefix-mlp"):
         has = "has" if has_prefix else "lacks"
         raise CheckpointError(f"hydra_head_arch of {name} is {arch!r}, but the checkpoint {has} {HYDRA_PREFIX[:-1]}")
 
 
 def _own_hydra_name(key: str, place: Mapping[int, int]) -> str:
-    """The name of a tensor in `HydraHeads`; unknown ones stay as they are."""
+    """Return the name of a tensor in `HydraHeads`; unknown names do not change."""
     match = HYDRA_MLP.fullmatch(key)
     if match:
         number = place[int(match[2])]
@@ -320,7 +338,9 @@ def _own_hydra_name(key: str, place: Mapping[int, int]) -> str:
 def _prefix_shape(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], layer: LayerShape | None, name: str
 ) -> LayerShape:
-    """Sizes of the prefix layer: from the tensors, and numbers of heads and positions from the config or the target."""
+    """Return the prefix layer's shape: sizes from the tensors, head counts and positions from the config or the
+    target.
+    """
     queries, keys, gate = (
         tensors.get(f"prefix.layer.{key}.weight") for key in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
     )
@@ -328,12 +348,14 @@ def _prefix_shape(
         raise CheckpointError(f"the prefix layer of {name} lacks q_proj, k_proj or gate_proj; download it again")
     if any(matrix.dim() != 2 for matrix in (queries, keys, gate)):
         raise CheckpointError(
-            f"q_proj, k_proj or gate_proj of the prefix layer of {name} is no matrix; download it again"
+            f"q_proj, k_proj or gate_proj of the prefix layer of {name} is not a matrix; download it again"
         )
     num_heads = config.get("num_attention_heads") or (None if layer is None else layer.num_heads)
     num_kv_heads = config.get("num_key_value_heads") or (None if layer is None else layer.num_kv_heads)
     if num_heads is None or num_kv_heads is None:
-        raise CheckpointError(f"the config of {name} lacks num_attention_heads, and the target does not say; add it")
+        raise CheckpointError(
+            f"num_attention_heads is missing from the configs of {name} and of the target; add it to the head's config"
+        )
     head_dim = config.get("head_dim") or queries.shape[0] // num_heads
     rope: Any = config.get("rope_parameters")
     if rope is None and "rope_theta" in config:
@@ -341,7 +363,9 @@ def _prefix_shape(
     if rope is None and layer is not None:
         rope = layer.rope
     if rope is not None and not isinstance(rope, Mapping):
-        raise CheckpointError(f"rope_parameters is {rope!r} in the config of {name}; want an object, with rope_theta")
+        raise CheckpointError(
+            f"rope_parameters is {rope!r} in the config of {name}; it must be an object with rope_theta"
+        )
     told: dict[str, Any] = {} if rope is None else {"rope": rope}
     shape = LayerShape(
         hidden_size=queries.shape[1],
@@ -355,6 +379,6 @@ def _prefix_shape(
     if (num_heads * head_dim, num_kv_heads * head_dim) != (queries.shape[0], keys.shape[0]):
         raise CheckpointError(
             f"the prefix layer of {name} has {queries.shape[0]} rows for queries and {keys.shape[0]} for keys, which "
-            f"is not {num_heads} and {num_kv_heads} heads of {head_dim}; correct its config"
+            f"does not match {num_heads} and {num_kv_heads} heads of size {head_dim}; correct its config"
         )
     return shape

@@ -1,4 +1,4 @@
-"""Names of tensors in published heads, and which head a checkpoint holds by them, without reading any."""
+"""Tensor names of published heads, and recognition of a checkpoint's kind from its names, without reading tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 FIRST = "layers.0."
-"""What the names of the first decoder layer's tensors begin with."""
+"""Prefix of the tensor names of the first decoder layer."""
 
 _RENAMED = (
     (re.compile(r"^model\."), ""),
@@ -18,21 +18,22 @@ _RENAMED = (
     (re.compile(r"^(pre_lm_head_layernorm|lm_head_layernorm)\."), "norm."),
     (re.compile(r"^(post_embedding_layernorm|hidden_layernorm)\."), f"{FIRST}input_layernorm."),
 )
-"""Names of other layouts of EAGLE's heads -> ours, applied one after the other."""
+"""Replacements, applied in order, from the names in other layouts of EAGLE heads to foredraft's names."""
 
 
 def eagle_name(name: str) -> str:
-    """The name that a tensor of any layout of EAGLE's heads has here."""
+    """Return foredraft's name of a tensor from any layout of EAGLE heads."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return name
 
 
 def eagle_generation(config: Mapping[str, Any], names: frozenset[str]) -> int | None:
-    """The generation of the head with these tensors: 1 (EAGLE and EAGLE-2), 3 (EAGLE-3); None where it is neither.
+    """Return the generation of a head, 1 (EAGLE and EAGLE-2) or 3 (EAGLE-3), or None if it is not an EAGLE head.
 
     Args:
-      names: of its tensors; without any, the config alone decides.
+      config: content of config.json.
+      names: names of the head's tensors; if empty, the config alone decides.
     """
     if names:
         own = {eagle_name(name) for name in names}
@@ -49,34 +50,34 @@ def eagle_generation(config: Mapping[str, Any], names: frozenset[str]) -> int | 
 # -- Medusa and Hydra ------------------------------------------------------------------------------------------------
 
 MEDUSA_PREFIX = "medusa_head."
-"""Before the names of heads that lie inside of a model."""
+"""Prefix of the tensor names of heads that are stored inside a model."""
 
 MEDUSA_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 MEDUSA_OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
 MEDUSA_SERVED = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)|lm_heads\.(\d+)\.weight")
-"""Names in vLLM's layout."""
+"""Tensor names in vLLM's layout."""
 
 TOKEN_MAP = "token_map"
-"""vLLM's map of a reduced vocabulary: row of the output layers -> token."""
+"""Name of vLLM's map of a reduced vocabulary, from rows of the output layers to tokens."""
 
 SHARED_OUTPUT = "foredraft_shared_output"
-"""In the config of a head: that it has no output layer of its own, and reads rows of the target's."""
+"""Config key of a head without its own output layer, which uses rows of the target's."""
 
 HYDRA_MLP = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 HYDRA_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)")
 HYDRA_PREFIX = "prefix_embeding_layer."
-"""As it is spelt in the published checkpoints."""
+"""Prefix of the prefix layer's tensor names, spelt as in the published checkpoints."""
 
 HYDRA_COPIES = re.compile(
     r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)"
 )
-"""Copies of the target's embedding, and what follows from the config: not read."""
+"""Tensors that are not read: copies of the target's embedding, and tables that follow from the config."""
 
 
 def is_medusa(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
-    """Whether these are Medusa's heads, by the config, or where it does not say so by the names of their tensors.
+    """Return whether these are Medusa heads, by the config, or by the tensor names if the config does not say.
 
-    A model that was trained with its heads (Medusa-2) counts: it has both.
+    A model that was trained with its heads (Medusa-2) counts, because it contains both.
     """
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return True
@@ -87,10 +88,10 @@ def is_medusa(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
 
 
 def is_hydra(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
-    """Whether these are heads of Hydra or Hydra++, by the config, or by the names of their tensors."""
+    """Return whether these are heads of Hydra or Hydra++, by the config or by the tensor names."""
     return "hydra_num_heads" in config or any(map(HYDRA_MLP.fullmatch, names))
 
 
 def has_prefix(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
-    """Whether heads of Hydra have the layer that makes them those of Hydra++."""
+    """Return whether Hydra heads have a prefix layer, which makes them Hydra++ heads."""
     return config.get("hydra_head_arch") == "prefix-mlp" or any(name.startswith(HYDRA_PREFIX) for name in names)

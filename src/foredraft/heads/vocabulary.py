@@ -1,4 +1,4 @@
-"""The reduced vocabulary of a drafter: output rows for the tokens that occur often, and a map to the target's ids."""
+"""Reduced vocabulary of a drafter: output rows for frequent tokens, and a map to the target's ids."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from foredraft.folders import parsed_json
 
 @dataclass(frozen=True, eq=False)
 class DraftVocabulary:
-    """Which tokens of a target a drafter can propose: row i of its output layer stands for token ``target_ids[i]``.
+    """Tokens of a target that a drafter can propose; row i of its output layer is the logit of token
+    ``target_ids[i]``.
 
-    Tokens that have no row are never drafted. They come from the target, as the bonus, so the output stays what it is.
+    Tokens without a row are never drafted. The target still emits them, as the bonus, so the output does not change.
 
     Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840) for the map as published; FR-Spec (Zhao et al. 2025,
     arXiv:2502.14856) for the most frequent tokens as an output layer of any drafter.
 
     Args:
-      target_ids: int64 (V_d,), ascending.
+      target_ids: int64 (V_d,), ascending token ids of the target.
       target_size: V.
 
     Raises: CheckpointError for ids that are out of order or outside of the target's vocabulary.
@@ -39,27 +40,31 @@ class DraftVocabulary:
     def __post_init__(self) -> None:
         ids = self.target_ids
         if ids.ndim != 1 or ids.dtype != torch.int64 or not len(ids):
-            raise CheckpointError(f"a draft vocabulary is int64 (V_d,); got {ids.dtype} {tuple(ids.shape)}")
+            raise CheckpointError(
+                f"the ids of a draft vocabulary are {ids.dtype} {tuple(ids.shape)}; they must be int64 (V_d,), V_d > 0"
+            )
         if bool((ids[1:] <= ids[:-1]).any()):
-            raise CheckpointError("the ids of a draft vocabulary are not ascending; two rows may stand for one token")
+            raise CheckpointError(
+                "the ids of a draft vocabulary are not ascending, so two rows could be the same token; sort them"
+            )
         if int(ids[0]) < 0 or int(ids[-1]) >= self.target_size:
             raise CheckpointError(
-                f"a draft vocabulary reaches from token {int(ids[0])} to {int(ids[-1])}, and the target has "
-                f"{self.target_size} tokens; it is of another target"
+                f"a draft vocabulary has the tokens {int(ids[0])} to {int(ids[-1])}, and the target has "
+                f"{self.target_size} tokens; the vocabulary is for another target"
             )
 
     @classmethod
     def full(cls, target_size: int) -> DraftVocabulary:
-        """Every token of the target."""
+        """Return the vocabulary of all tokens of the target."""
         return cls(torch.arange(target_size), target_size)
 
     @classmethod
     def of(cls, target_ids: Iterable[int], target_size: int) -> DraftVocabulary:
-        """These tokens, in any order."""
+        """Make a vocabulary of these tokens, given in any order."""
         ids = sorted(set(target_ids))
-        if ids and max(abs(ids[0]), abs(ids[-1])) >= 2**63:  # more than a tensor holds
+        if ids and max(abs(ids[0]), abs(ids[-1])) >= 2**63:  # outside of int64
             raise CheckpointError(
-                f"a draft vocabulary reaches from token {ids[0]} to {ids[-1]}; it holds other numbers"
+                f"a draft vocabulary has values from {ids[0]} to {ids[-1]}, which are not token ids; check the file"
             )
         return cls(torch.tensor(ids, dtype=torch.int64), target_size)
 
@@ -67,13 +72,15 @@ class DraftVocabulary:
     def most_frequent(
         cls, counts: Mapping[int, int], size: int, target_size: int, always: Iterable[int] = ()
     ) -> DraftVocabulary:
-        """The ``size`` most frequent tokens, of equal ones those with the lower ids.
+        """Make a vocabulary of the ``size`` most frequent tokens; ties go to lower ids.
 
         Args:
-          counts: by token, how often it occurred.
+          counts: number of occurrences by token.
+          size: number of tokens, V_d.
+          target_size: V.
           always: tokens that are kept whatever their counts, EOS among them.
 
-        Raises: ConfigError where ``always`` does not fit in.
+        Raises: ConfigError if ``always`` has more than ``size`` tokens.
         """
         kept = set(always)
         if len(kept) > size:
@@ -87,50 +94,57 @@ class DraftVocabulary:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], target_size: int) -> DraftVocabulary:
-        """From a file of `save`: a JSON list of token ids.
+        """Read a file that `save` wrote, a JSON list of token ids.
 
-        Raises: CheckpointError for a file that is none, or is of another target.
+        Raises: CheckpointError for a file that is not such a list, or is for another target.
         """
         try:
             ids = parsed_json(Path(file).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"the draft vocabulary {os.fspath(file)} cannot be read ({error})") from None
+            raise CheckpointError(
+                f"the draft vocabulary {os.fspath(file)} cannot be read ({error}); check the path"
+            ) from None
         if not isinstance(ids, list) or not ids or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise CheckpointError(f"the draft vocabulary {os.fspath(file)} is not a JSON list of token ids")
         return cls.of(ids, target_size)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the ids of its tokens."""
+        """Write the token ids to a JSON file."""
         Path(file).write_text(json.dumps(self.target_ids.tolist()) + "\n", encoding="utf-8")
 
     @classmethod
     def published(cls, d2t: Tensor, t2d: Tensor | None, num_rows: int, target_size: int) -> DraftVocabulary:
-        """From the tensors of EAGLE-3's checkpoints.
+        """Make a vocabulary from the tensors in EAGLE-3 checkpoints.
 
         Args:
-          d2t: int64 (V_d,), the *offsets* of ids: row i stands for token ``i + d2t[i]``.
-          t2d: bool (V,), the tokens that have a row; None where it is not stored.
+          d2t: int64 (V_d,), the *offsets* of ids: row i is token ``i + d2t[i]``.
+          t2d: bool (V,), True for tokens that have a row; None if it is not stored.
           num_rows: V_d of the output layer.
           target_size: V.
 
-        Raises: CheckpointError where these contradict one another, saying which.
+        Raises: CheckpointError if these contradict one another. The message names them.
         """
         if d2t.ndim != 1 or len(d2t) != num_rows:
-            raise CheckpointError(f"d2t has shape {tuple(d2t.shape)}, and the output layer has {num_rows} rows")
+            raise CheckpointError(
+                f"d2t has shape {tuple(d2t.shape)}, and the output layer has {num_rows} rows; download it again"
+            )
         if d2t.is_floating_point() or d2t.dtype == torch.bool:
-            raise CheckpointError(f"d2t is {d2t.dtype}; it must hold whole numbers")
+            raise CheckpointError(f"d2t is {d2t.dtype}; it must contain whole numbers")
         vocabulary = cls(torch.arange(num_rows) + d2t.to(torch.int64), target_size)
         if t2d is not None:
             if tuple(t2d.shape) != (target_size,):
                 raise CheckpointError(
-                    f"t2d has shape {tuple(t2d.shape)}, and the target has {target_size} tokens; it is of another one"
+                    f"t2d has shape {tuple(t2d.shape)}, and the target has {target_size} tokens; the head is for "
+                    "another target"
                 )
             if not torch.equal(t2d.bool().nonzero()[:, 0], vocabulary.target_ids):
-                raise CheckpointError("d2t and t2d name different tokens; the checkpoint contradicts itself")
+                raise CheckpointError(
+                    "d2t and t2d name different tokens; the checkpoint is inconsistent; download it again"
+                )
         return vocabulary
 
     def __len__(self) -> int:
-        """V_d."""
+        """Return the number of tokens, V_d."""
         return len(self.target_ids)
 
     @property
@@ -139,40 +153,40 @@ class DraftVocabulary:
 
     @property
     def d2t(self) -> Tensor:
-        """The offsets as published, int64 (V_d,)."""
+        """Offsets as published, int64 (V_d,)."""
         return self.target_ids - torch.arange(len(self))
 
     @property
     def t2d(self) -> Tensor:
-        """Bool (V,), whether a token has a row."""
+        """Mask (V,) of bool, True for tokens with a row."""
         kept = torch.zeros(self.target_size, dtype=torch.bool)
         kept[self.target_ids] = True
         return kept
 
     def check_eos(self, eos_token_ids: Iterable[int], name: str) -> None:
-        """Refuse a vocabulary in which no text can end.
+        """Check that drafts can contain the end of a row.
 
-        Raises: CheckpointError where none of the target's EOS tokens has a row.
+        Raises: CheckpointError if none of the target's EOS tokens has a row.
         """
         eos = [token for token in eos_token_ids if 0 <= token < self.target_size]
         if eos and not bool(torch.isin(self.target_ids, torch.tensor(eos)).any()):
             raise CheckpointError(
-                f"the draft vocabulary of {name} has none of the target's EOS tokens {eos}: no end of a text could be "
-                "drafted; it is of another target, or was made without special tokens"
+                f"the draft vocabulary of {name} has none of the target's EOS tokens {eos}, so the end of a text could "
+                "not be drafted; it is for another target, or was made without special tokens"
             )
 
     def rows_of(self, target_ids: Tensor) -> Tensor:
-        """Rows of tokens, of any shape; -1 where a token has none."""
+        """Return the rows of tokens of any shape; -1 for a token without a row."""
         own = self.target_ids.to(target_ids.device)
         rows = torch.searchsorted(own, target_ids).clamp_(max=len(self) - 1)
         return rows.where(own[rows] == target_ids, -1)
 
     def rows_of_layer(self, weight: Tensor) -> Tensor:
-        """The rows of a full output layer (V, H) that are kept: (V_d, H), the layer itself where all are."""
+        """Return the kept rows (V_d, H) of a full output layer (V, H), or the layer itself if all rows are kept."""
         return weight if self.is_full else weight.index_select(0, self.target_ids.to(weight.device))
 
     def spread(self, scores: Tensor, blank: Any = -torch.inf) -> Tensor:
-        """(..., V_d) -> (..., V), ``blank`` for tokens without a row; where only the full width will do."""
+        """Return scores (..., V) from (..., V_d), with ``blank`` for tokens without a row."""
         if self.is_full:
             return scores
         wide = scores.new_full((*scores.shape[:-1], self.target_size), blank)

@@ -1,5 +1,7 @@
-"""Methods of drafting: the description of one, where they are found (here or in another package), and all their keys as
-people read them. No module of this package imports torch: what drafts is imported when a drafter is made."""
+"""Drafting methods: their descriptions, their discovery (in foredraft or in other packages), and the reference of
+their keys.
+
+No module of this package imports torch. The code of a drafter is imported when the drafter is made."""
 
 from __future__ import annotations
 
@@ -26,30 +28,31 @@ if TYPE_CHECKING:
 
 
 GROUP = "foredraft.drafters"
-"""The entry point group by which other packages add methods."""
+"""Entry point group through which other packages add methods."""
 
 FAMILIES = ("lm", "lookup", "iterate", "selfdraft", "heads", "compose")
-"""Modules of this package, each with its ``METHODS``, in the order of listings. Those of other packages come last."""
+"""Modules of this package that define ``METHODS``, in the order of listings. Methods of other packages come last."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of drafting.
+    """Description of one drafting method.
 
     Args:
-      options: its name and its keys, with kinds, defaults and help; the only place where they are defined.
-      build: makes a drafter without state, from options and from what belongs to the target; or where that function
-        is, as "package.module:name", so that describing a method imports none of what it drafts with.
-        Raises: ConfigError if something that the options ask for is missing.
-      summary: its source of drafts, in a few words that follow "drafts".
-      aliases: names of other tools and older ones.
-      sign: of a method that combines others: how they are joined in a name, as in "a+b".
-      recognizes: whether a folder holds a drafter of this method, so that naming the folder is enough; by the content
-        of config.json, and by the names of tensors, where these can be had without reading them.
-      sample: keys with which to try whether a model can draft this way, where the defaults are not enough.
-      head: the kind of heads that ``model`` names ("eagle2" drafts with those of "eagle"); empty where ``model`` is a
-        causal language model, and where there is no such key.
-      model_is_optional: whether it drafts with the target itself where the config names no model.
+      options: options class, the only place that defines the method's name and its keys with kinds, defaults and help.
+      build: function that makes a drafter without state from the options and a `DrafterContext`, or the address of
+        that function as "package.module:name". With the address, describing a method imports none of its drafter's
+        code. Raises: ConfigError if something that the options refer to is missing.
+      summary: source of the drafts, as a phrase that follows the word "drafts".
+      aliases: other names of the method: older ones, and those of other tools.
+      sign: operator that joins the parts of a combined method in a name, as in "a+b"; empty for other methods.
+      recognizes: function that returns whether a folder contains a drafter of this method, so that naming the folder
+        is enough. Its arguments are the content of config.json, and the names of the tensors where these can be read
+        without loading the weights.
+      sample: keys for trying whether a model can draft this way, where the defaults are not enough.
+      head: kind of heads that ``model`` names ("eagle2" uses the heads of "eagle"). Empty if ``model`` is a causal
+        language model, or if the method has no such key.
+      model_is_optional: True if the method drafts with the target itself when the config names no model.
     """
 
     options: type[Options]
@@ -64,40 +67,40 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name by which it is chosen."""
+        """Name of the method in a config."""
         return self.options.method
 
     @property
     def keys(self) -> dict[str, Key]:
-        """Every key by its name."""
+        """All keys by name."""
         return self.options.keys()
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether its drafts are trees whatever its keys say."""
+        """True if the drafts are trees for every value of the keys."""
         return self.options.drafts_trees
 
     @property
     def takes_model(self) -> bool:
-        """Whether it drafts with a causal language model that the config may name."""
+        """True if the method can draft with a causal language model that the config names."""
         return "model" in self.keys and not self.head
 
     @property
     def drafts_with_heads(self) -> bool:
-        """Whether ``model`` names heads over the target's features."""
+        """True if ``model`` names heads over the target's features."""
         return bool(self.head)
 
     @property
     def combines(self) -> bool:
-        """Whether it is made of other methods."""
+        """True if the method combines other methods."""
         return "drafters" in self.keys
 
 
 @cache
 def methods() -> Mapping[str, Method]:
-    """Every method by its name: those in this package, and those of other packages that are installed.
+    """Return every method by name: those of foredraft, and those of other installed packages.
 
-    An entry point that cannot be used is left out with a warning.
+    An entry point that cannot be loaded is skipped with a warning.
     """
     found: dict[str, Method] = {}
     for method in _own():
@@ -107,8 +110,8 @@ def methods() -> Mapping[str, Method]:
             _add(found, entry.load())
         except Exception as error:
             warnings.warn(
-                f"the method of {entry.name} = {entry.value} is left out: {described(error)}; repair or "
-                "uninstall the package that brings it",
+                f"the method at entry point {entry.name} = {entry.value} is skipped: {described(error)}; repair or "
+                "uninstall its package",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -116,18 +119,21 @@ def methods() -> Mapping[str, Method]:
 
 
 def _add(found: dict[str, Method], method: Method) -> None:
-    """Raises: ConfigError for anything that is not a method, and for a name that another one has."""
+    """Add a method to those found so far.
+
+    Raises: ConfigError if the object is not a method, or if another method has one of its names.
+    """
     if not isinstance(method, Method):
-        raise ConfigError(f"it is {method!r}, not a foredraft.drafting.Method")
+        raise ConfigError(f"the object is {method!r}; it must be a foredraft.drafting.Method")
     for name in (method.name, *method.aliases):
         owner = next((one for one in found.values() if name in (one.name, *one.aliases)), None)
         if owner is not None:
-            raise ConfigError(f"{name!r} is a name of the method {owner.name!r}; rename it")
+            raise ConfigError(f"the name {name!r} already belongs to the method {owner.name!r}; choose another name")
     found[method.name] = method
 
 
 def method_aliases() -> dict[str, str]:
-    """Other names of methods."""
+    """Return the alias -> name mapping of all methods."""
     return {alias: method.name for method in methods().values() for alias in method.aliases}
 
 
@@ -138,13 +144,13 @@ def _own() -> Iterator[Method]:
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """One key, of all methods that have it.
+    """One key of the reference, for all methods that have it.
 
     Args:
-      name: of the key.
-      values: what it takes.
-      defaults: by method; None where nothing is set unless it is given.
-      help: what it means.
+      name: name of the key.
+      values: description of the allowed values.
+      defaults: default by method; None where the key is unset by default.
+      help: meaning of the key.
     """
 
     name: str
@@ -154,19 +160,25 @@ class KeyEntry:
 
     @property
     def default(self) -> str:
-        """The default, or the most frequent one and those that differ: ``5; ngram 10``."""
+        """The default, or the most frequent default followed by the ones that differ: ``5; ngram 10``."""
         shown = {method: _shown(value) for method, value in self.defaults.items()}
         usual = max(shown.values(), key=list(shown.values()).count)
         others = [f"{method} {value or 'none'}" for method, value in shown.items() if value != usual]
         return "; ".join([usual or "none" if others else usual, *others])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the entry as plain data."""
         return {"key": self.name, "values": self.values, "defaults": dict(self.defaults), "meaning": self.help}
 
 
 def key_entries(chosen: str | None = None) -> list[KeyEntry]:
-    """Every key, those of most methods first; of one method, where one is chosen, its own first."""
+    """List the keys of all methods, or of one method.
+
+    Args:
+      chosen: name of one method; None for all methods.
+
+    Returns: entries sorted by their number of methods: the most shared keys first, or last where one method is chosen.
+    """
     num_owners = Counter(name for method in methods().values() for name in method.keys)
     defaults: dict[tuple[str, str, str], dict[str, Any]] = {}
     for method in methods().values() if chosen is None else [methods()[chosen]]:
@@ -191,9 +203,9 @@ _MAX_HEADER_BYTES = 1 << 26
 
 
 def recognized(model: object) -> Method | None:
-    """The method whose drafter lies in a folder, or in that of a hub id that has been fetched before.
+    """Return the method whose drafter is in a folder, or in the local cache under a hub id.
 
-    None for anything else, and for a drafter that no method knows. No hub is asked.
+    Returns None for anything else, and for a drafter of an unknown kind. No request is sent to the hub.
     """
     folder = _folder(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else None
     if folder is None:
@@ -205,7 +217,7 @@ def recognized(model: object) -> Method | None:
 
 
 def recognized_in(config: Mapping[str, Any], names: frozenset[str]) -> Method | None:
-    """The method whose drafter has this config and these tensors; None for a drafter that no method knows."""
+    """Return the method whose drafter has this config and these tensors, or None if no method recognizes them."""
     known = (method for method in methods().values() if method.recognizes is not None)
     return next((method for method in known if method.recognizes and method.recognizes(config, names)), None)
 
@@ -220,13 +232,13 @@ def _folder(name: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # not the form of a hub id
+    except ValueError:  # the name is not a valid hub id
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def _names_in(file: Path) -> set[str]:
-    """Names of tensors in a file of weights, or in the index of several."""
+    """Return the tensor names in a weight file, or in the index of a sharded checkpoint."""
     if file.name.endswith(".index.json"):
         index = _json(file)
         files = index.get("weight_map") if isinstance(index, Mapping) else None
@@ -241,7 +253,7 @@ def _names_in(file: Path) -> set[str]:
             with zipfile.ZipFile(file) as archive:
                 pickled = [name for name in archive.namelist() if name.endswith("data.pkl")]
                 text = b"".join(archive.read(name) for name in pickled)
-            return {name.decode() for name in _NAMES.findall(text)}  # read as text, never unpickled
+            return {name.decode() for name in _NAMES.findall(text)}  # scanned as bytes, never unpickled
     except (OSError, ValueError, TypeError, zipfile.BadZipFile):
         return set()
     return set()

@@ -1,4 +1,4 @@
-"""Methods that combine others: options, and what builds their drafters."""
+"""Methods that combine other methods: their options and entries."""
 
 from __future__ import annotations
 
@@ -13,23 +13,29 @@ from foredraft.errors import ConfigError
 from foredraft.methods import Method, recognized
 
 HANDED_ON = ("model", "revision", "dtype", "num_speculative_tokens")
-"""Keys that are passed on to those of the parts that know them."""
+"""Keys of a combined method that are passed on to every part that has them."""
 
 FREE = ("suffix",)
-"""Drafters that `auto` uses where none is named: they need no model, and look up the text that repeats."""
+"""Drafters that `auto` uses by default: they need no model, and draft text that repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeOptions(DraftOptions, ModelOptions):
-    """Drafters, each with keys of its own; a model or length that is given beside them is passed on to them."""
+    """Options of a combination of drafters, each with its own keys.
+
+    A model or draft length that is given for the combination is passed on to the drafters that have this key.
+    """
 
     fewest: ClassVar[int] = 2
-    drafters: Any = option(anything("list of names, mappings or configs"), help="what is combined, most trusted first")
+    drafters: Any = option(
+        anything("list of names, mappings or configs"), help="drafters to combine, the most trusted first"
+    )
 
     def check(self) -> None:
-        """Make configs of the drafters.
+        """Parse the configs of the drafters.
 
-        Raises: ConfigError for fewer than two, for a rule other than "match", and for what a drafter does not take.
+        Raises: ConfigError for too few drafters, for a rule other than "match", and for keys that a drafter does not
+        have.
         """
         super().check()
         name = self.method
@@ -53,32 +59,34 @@ class CompositeOptions(DraftOptions, ModelOptions):
 
 
 def _part(value: Any, handed_on: Mapping[str, Any]) -> SpeculativeConfig:
-    """The config of one drafter of several, with those keys of the whole that its method knows and it was not given."""
+    """Parse the config of one drafter; keys of the combination fill in what the drafter's method has and was not
+    given.
+    """
     if isinstance(value, SpeculativeConfig):
         return value
     given = {"method": value} if isinstance(value, str) else value
     if not isinstance(given, Mapping):
-        raise ConfigError(f"drafters holds {value!r}; every one is a method's name, a mapping or a config")
+        raise ConfigError(f"drafters contains {value!r}; each entry must be a method name, a mapping or a config")
     known = SpeculativeConfig.parse(given).definition.keys
     return SpeculativeConfig.parse({**{name: item for name, item in handed_on.items() if name in known}, **given})
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions(CompositeOptions):
-    """Keys of choosing by measured time, where plain decoding is one more choice."""
+    """Keys of "auto", which chooses among drafters and plain decoding by measured time."""
 
     method: ClassVar[str] = "auto"
     fewest: ClassVar[int] = 1
     drafters: Any = option(
         anything("list of names, mappings or configs"),
-        help="drafters to choose from; by default suffix, and the draft model or head that is given or comes with "
-        "the model",
+        help="drafters to choose from; by default suffix, and the draft model or head that is given as model or comes "
+        "with the target",
     )
     max_draft_nodes: int = node_limit(32)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> AutoOptions:
-        """A model or a head that is given is one more drafter."""
+        """Read the options; a draft model or head that is given as ``model`` becomes one more drafter."""
         drafters: tuple[str, ...] = FREE
         if given.get("model") is not None:
             found = recognized(given["model"])
@@ -96,15 +104,17 @@ class AutoOptions(CompositeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstOptions(CompositeOptions):
-    """Keys of taking the first drafter that expects enough; "a>b" takes b where a does not."""
+    """Keys of "first", which uses the first drafter that expects enough tokens; "a>b" falls back from a to b."""
 
     method: ClassVar[str] = "first"
-    min_expected_tokens: float = option(number(0.0), 0.5, "accepted tokens that a draft must promise, by experience")
+    min_expected_tokens: float = option(
+        number(0.0), 0.5, "expected accepted tokens, from past steps, that a draft needs"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnionOptions(CompositeOptions):
-    """Keys of a union; "a+b" is the union of a and b."""
+    """Keys of "union", which merges the drafts of several drafters; "a+b" is the union of a and b."""
 
     method: ClassVar[str] = "union"
     drafts_trees: ClassVar[bool] = True
@@ -115,13 +125,13 @@ METHODS = (
     Method(
         AutoOptions,
         "foredraft.drafters.compose:auto",
-        summary="with whichever of several methods makes tokens in the least time, as measured while it runs",
+        summary="with the fastest of several methods, as measured while decoding",
         aliases=("default",),
     ),
     Method(
         FirstOptions,
         "foredraft.drafters.compose:first",
-        summary="with the first of several methods that expects enough",
+        summary="with the first of several methods that expects enough accepted tokens",
         sign=">",
         sample={"drafters": ("ngram", "nasd")},
     ),

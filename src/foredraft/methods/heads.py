@@ -1,4 +1,4 @@
-"""Methods that draft with small networks over the target's own features: options, and what builds their drafters."""
+"""Methods that draft with small networks over the target's own features: their options and entries."""
 
 from __future__ import annotations
 
@@ -28,48 +28,53 @@ from foredraft.methods.rank_tree import RankTree
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
-    """Keys of heads whose drafts are static trees."""
+    """Keys of heads that draft static trees."""
 
     drafts_trees: ClassVar[bool] = True
 
     num_speculative_tokens: int = draft_length(5)
     max_draft_nodes: int | None = node_limit(
-        help="nodes of the tree, root included; by default those of the tree that was given, else 16 on a CPU that "
-        "computes in half precision, 8 in float32, 64 elsewhere"
+        help="nodes of the tree, root included; by default all nodes of a given tree, else 16 on a CPU in half "
+        "precision, 8 on a CPU in float32, 64 elsewhere"
     )
     speculative_token_tree: Any = option(
         anything("name, widths, paths or file"),
-        help="the tree: a published one (mc_sim_7b_63, ...), widths such as 4x2x1, paths of ranks such as "
-        "[[0], [0, 0], [1]], or a file of foredraft tune tree; by default the best one for usual accuracies",
+        help="draft tree: a published one (mc_sim_7b_63, ...), widths such as 4x2x1, paths of ranks such as "
+        "[[0], [0, 0], [1]], or a file of foredraft tune tree; by default the best tree for typical head accuracies",
     )
     draft_sample_method: str = draft_sampling(
-        "greedy takes the likeliest tokens of a head, probabilistic draws from what it says, with the target's noise",
+        "greedy takes the likeliest tokens of a head, probabilistic draws from its distribution with the target's "
+        "noise",
     )
     rejection_sample_method: str = acceptance(
         RULES.values(),
-        "how drafts are accepted: match (equal tokens for any draft), standard (rejection), or typical, which changes "
-        "the distribution of what is sampled",
+        "rule that accepts drafts: match (same tokens for any draft), standard (rejection sampling), or typical, which "
+        "changes the distribution of the output",
     )
     posterior_threshold: float = option(
-        number(0.0, 1.0), POSTERIOR_THRESHOLD, "typical: probability that is always enough for a drafted token"
+        number(0.0, 1.0),
+        POSTERIOR_THRESHOLD,
+        "for typical: target probability from which a drafted token is always accepted",
     )
     posterior_alpha: float = option(
-        number(0.0), POSTERIOR_ALPHA, "typical: times exp(-entropy), what is enough where the target is unsure"
+        number(0.0),
+        POSTERIOR_ALPHA,
+        "for typical: factor of exp(-entropy) in the acceptance threshold where the target is uncertain",
     )
 
     def check(self) -> None:
         super().check()
         if self.speculative_token_tree is not None:
-            RankTree.parse(self.speculative_token_tree)  # refuse now, not later
+            RankTree.parse(self.speculative_token_tree)  # raise errors in the tree now, not when the drafter is built
         changed = (self.posterior_threshold, self.posterior_alpha) != (POSTERIOR_THRESHOLD, POSTERIOR_ALPHA)
         if changed and self.rule.is_lossless:
             raise ConfigError(
-                "posterior_threshold and posterior_alpha belong to rejection_sample_method='typical', which was not "
-                f"chosen ({self.rule.name!r}); add it, or leave them out"
+                "posterior_threshold and posterior_alpha need rejection_sample_method='typical', and it is "
+                f"{self.rule.name!r}; set it to 'typical', or leave them out"
             )
 
     def growth(self, tree: RankTree, target_vocab_size: int) -> dict[str, Any]:
-        """Arguments of `foredraft.drafters.parts.growth.Growth`."""
+        """Return keyword arguments for `foredraft.drafters.parts.growth.Growth`."""
         return {
             "tree": tree,
             "target_vocab_size": target_vocab_size,
@@ -81,28 +86,28 @@ class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
 
 
 def rope_theta() -> Any:
-    """The field ``draft_rope_theta`` of EAGLE's heads."""
-    help = "base of the head's rotary positions; by default its config's, which some heads were not trained with"
+    """Return the field ``draft_rope_theta`` of EAGLE heads."""
+    help = "rotary base of the head; by default the one in its config, which is wrong for some published heads"
     return option(number(0.0, above=True), help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle2Options(GrowthOptions, ModelOptions, VocabularyOptions):
-    """Keys of drafting as EAGLE-2 does: in trees that are wide where the head is in doubt, deep where it is sure."""
+    """Keys of EAGLE-2, whose trees are wide where the head is uncertain and deep where it is confident."""
 
     method: ClassVar[str] = "eagle2"
     num_speculative_tokens: int = draft_length(5)
     num_draft_branches: int = branches(4)
     max_draft_nodes: int | None = node_limit(12)
     draft_rerank: bool = option(
-        flag(), True, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
+        flag(), True, "keep all siblings while a draft grows, and the likeliest max_draft_nodes nodes at the end"
     )
     draft_rope_theta: float | None = rope_theta()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(HeadOptions):
-    """Keys of drafting as EAGLE does."""
+    """Keys of EAGLE."""
 
     method: ClassVar[str] = "eagle"
     draft_rope_theta: float | None = rope_theta()
@@ -110,39 +115,41 @@ class EagleOptions(HeadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(Eagle2Options):
-    """Keys of drafting as EAGLE-3 does: those of EAGLE-2."""
+    """Keys of EAGLE-3, the same as those of EAGLE-2."""
 
     method: ClassVar[str] = "eagle3"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(HeadOptions):
-    """Keys of drafting with Medusa's heads."""
+    """Keys of Medusa heads."""
 
     method: ClassVar[str] = "medusa"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HydraOptions(HeadOptions):
-    """Keys of drafting with Hydra's heads."""
+    """Keys of Hydra heads."""
 
     method: ClassVar[str] = "hydra"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HydraPlusPlusOptions(HydraOptions):
-    """Keys of drafting with heads of Hydra++: those of Hydra."""
+    """Keys of Hydra++ heads, the same as those of Hydra."""
 
     method: ClassVar[str] = "hydra++"
 
 
 def _is_of(generation: int, config: Mapping[str, Any], names: frozenset[str]) -> bool:
-    """Whether this is a head of this generation; of the first, a tree that grows is the better use."""
+    """Return whether a head is of an EAGLE generation; a head of generation 1 is recognized as "eagle2", the faster
+    method.
+    """
     return eagle_generation(config, names) == generation
 
 
 def _is_hydra(has_prefix_layer: bool, config: Mapping[str, Any], names: frozenset[str]) -> bool:
-    """Whether these are heads of Hydra, with a prefix layer or without."""
+    """Return whether these are Hydra heads, with or without a prefix layer."""
     return is_hydra(config, names) and has_prefix(config, names) == has_prefix_layer
 
 
@@ -157,7 +164,7 @@ METHODS = (
     Method(
         Eagle2Options,
         "foredraft.drafters.heads.eagle:build",
-        summary="with a head that extrapolates the target's features, in a tree that grows where it is sure",
+        summary="with a head that extrapolates the target's features, in a tree that grows where the head is confident",
         aliases=("eagle_2",),
         head="eagle",
         recognizes=partial(_is_of, 1),
@@ -165,7 +172,7 @@ METHODS = (
     Method(
         Eagle3Options,
         "foredraft.drafters.heads.eagle:build",
-        summary="with a head that fuses three layers of the target, in a tree that grows where it is sure",
+        summary="with a head that fuses three layers of the target, in a tree that grows where the head is confident",
         aliases=("draft_eagle3", "eagle_3"),
         head="eagle3",
         recognizes=partial(_is_of, 3),
@@ -173,7 +180,7 @@ METHODS = (
     Method(
         HydraOptions,
         "foredraft.drafters.heads.medusa_hydra:build",
-        summary="with heads that see the tokens drafted before theirs",
+        summary="with heads that see the tokens drafted before them",
         head="hydra",
         recognizes=partial(_is_hydra, False),
     ),

@@ -1,6 +1,6 @@
-"""Length policies: how long a draft should be, and their options.
+"""Length policies, which decide the length of each draft, and their options.
 
-A policy stops a draft before a token is drawn, never after: a token that was drawn stays."""
+A policy ends a draft before a token is drawn, never after: a token that was drawn stays in the draft."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ if TYPE_CHECKING:
     from foredraft.engine.row import Row
 
 NOTHING, CONFIDENCE, DISTRIBUTION = "nothing", "confidence", "distribution"
-"""How much a drafter can show a length policy of the token it is about to draft, and how much a policy looks at."""
+"""Information about the next draft token that a drafter provides and a length policy needs."""
 
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, DISTRIBUTION})
 
 MAX_LENGTH = 32
-"""Longest draft that a schedule grows to: a row that loops accepts everything, and logits are (B, N, V)."""
+"""Longest draft that a schedule grows to. A row in a loop accepts every draft, and logits take (B, N, V) memory."""
 
 FIRST_REFERENCE = 2.0
-"""Nats; high entropy for a row of which fewer than 16 entropies are known."""
+"""Reference entropy in nats for a row with fewer than 16 recorded entropies."""
 
 
 @dataclass(eq=False)
 class LengthPolicy:
-    """The same number of tokens in every step; subclasses decide per row and step how many.
+    """Fixed draft length; subclasses choose the length per row and step.
 
-    The fields of a policy are its options, by their names in the config.
+    The fields of a policy are its options, with the same names as in the config.
 
     Args:
-      num_tokens: longest draft of a step, or of the first one; 0 for none.
+      num_tokens: longest draft of a step, or of the first step; 0 for no draft.
 
     Attributes:
-      looks_at: the input of ``stop``: nothing (then it is not called), the confidence, or the whole distribution.
+      looks_at: input that ``stop`` needs: nothing (then ``stop`` is not called), the confidence, or the distribution.
       modes: allowed values of ``length_policy_mode``.
 
-    Exactness: a stopping time. What ``stop`` sees does not depend on the token that would be drawn next.
+    Exactness: the length is a stopping time. The input of ``stop`` does not depend on the token that would be drawn
+    next.
     Randomness: none.
     """
 
@@ -57,7 +58,7 @@ class LengthPolicy:
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:
-            raise ConfigError(f"num_speculative_tokens is {self.num_tokens}; want 0 (no draft) or more")
+            raise ConfigError(f"num_speculative_tokens is {self.num_tokens}; it must be 0 (no draft) or more")
         mode = getattr(self, "length_policy_mode", None)
         if mode is not None and mode not in self.modes:
             raise ConfigError(
@@ -66,37 +67,38 @@ class LengthPolicy:
         for name in ("egag_ema_beta", "acceptance_momentum", "threshold_momentum"):
             weight = getattr(self, name, 0.0)
             if not 0.0 <= weight < 1.0:
-                raise ConfigError(f"{name} is {weight}; it must lie in 0..1, 1 excluded")
+                raise ConfigError(f"{name} is {weight}; it must be at least 0 and less than 1")
 
     def longest(self, row: Row) -> int:
-        """The most tokens to draft in this step."""
+        """Return the largest number of tokens to draft in this step."""
         return self.num_tokens
 
     def looks(self, depth: int) -> bool:
-        """Whether ``stop`` is called before the token after ``depth`` of them."""
+        """Return whether to call ``stop`` when ``depth`` tokens have been drafted."""
         return self.looks_at != NOTHING
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
-        """Lower ``plan.gamma`` to the length at which the draft is to end, as far as that is known.
+        """Lower ``plan.gamma`` to the length at which the draft should end, as far as this length is known.
 
         Args:
-          depth: tokens drafted so far. With ``plan.gamma = depth`` none is added, with ``depth + 1`` one more.
-          log_probs: (V,) log-probabilities of the token about to be drawn; of a tree, at the best node that is about to
-            be expanded. Drafters that know only the share of their best token give that, (1,), to policies that look
-            at the confidence.
+          row: row that the draft is for.
+          plan: plan of the draft. Setting ``plan.gamma = depth`` adds no token, ``depth + 1`` adds one more.
+          depth: number of tokens drafted so far.
+          log_probs: (V,) log-probabilities of the next draft token; in a tree, those at the best node to expand next.
+            A drafter that has only the probability of its best token passes (1,) to policies that need the
+            confidence.
         """
 
     def update(self, row: Row, num_drafted: int, num_accepted: int) -> None:
-        """Take in the outcome: depth of the draft, and how many tokens of one path were accepted."""
+        """Record the outcome of a step: the depth of the draft, and the number of accepted tokens."""
 
 
 class Heuristic(LengthPolicy):
-    """Two tokens more after a step in which all were accepted, one fewer (but one) after any other.
+    """Two more tokens after a step in which all were accepted, one less (but at least one) after any other step.
 
-    Source: the "heuristic" schedule of transformers' assisted generation. Deviations: the length belongs to
-    one row and ends with it, nothing is written to anyone's generation_config; a draft that fell short of the
-    length (end of budget, no match in the context) and was accepted as far as it went says nothing, and
-    changes nothing. A length of 0 stays 0.
+    Source: the "heuristic" schedule of assisted generation in transformers. Deviations: the length is state of one
+    row, and no generation_config is changed; a draft that was shorter than the length (end of budget, no match in the
+    context) and was accepted in full changes nothing. A length of 0 stays 0.
     """
 
     name = "heuristic"
@@ -115,19 +117,19 @@ class Heuristic(LengthPolicy):
 
 @dataclass(eq=False)
 class Bass(LengthPolicy):
-    """One length for all rows of a batch, which follows the row that accepts most.
+    """One draft length for all rows of a batch, which follows the row that accepts the most.
 
-    Source: BASS (Qian et al. 2024, arXiv:2404.15778), algorithm 1: after a round in which some row accepted the whole
-    length, two tokens more, up to 32; otherwise shorter by a tenth, rounded up, and by one more after another such
-    round, but never below what the best row accepted, nor below 1. Published: the first length is 7. Deviation: a round
-    in which no row drafted so far as it was to (end of budget, no match) and all that was drafted was accepted changes
-    nothing. A length of 0 stays 0.
+    Source: BASS (Qian et al. 2024, arXiv:2404.15778), algorithm 1. After a round in which some row accepted the whole
+    length, the length grows by two tokens, up to 32. After any other round it shrinks by a tenth, rounded up, and by
+    one more if the round before shrank it, too. It never falls below the largest number of accepted tokens, nor below
+    1. The published first length is 7. Deviation: a round in which every draft was shorter than the length (end of
+    budget, no match) and was accepted in full changes nothing. A length of 0 stays 0.
     """
 
     name = "bass"
 
     _has_shrunk: bool = field(default=False, init=False)
-    _outcomes: list[tuple[int, int]] = field(default_factory=list, init=False)  # of the round so far
+    _outcomes: list[tuple[int, int]] = field(default_factory=list, init=False)  # (drafted, accepted) in this round
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,15 +156,16 @@ class Bass(LengthPolicy):
 
 @dataclass(eq=False)
 class Confidence(LengthPolicy):
-    """Ends the draft after the first token before which the drafter's largest probability was below a threshold.
+    """End of the draft after the first token that was drafted while the drafter's largest probability was below a
+    threshold.
 
-    Source: ``assistant_confidence_threshold`` of transformers' assisted generation, the training-free form of DISCO
-    (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the distribution decides, not that of
-    the token drawn. The unsure token itself is drafted, as in the source: its forward has been made, it costs one node
-    more.
+    Source: ``assistant_confidence_threshold`` of assisted generation in transformers, the training-free form of DISCO
+    (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the distribution decides, not the
+    probability of the drawn token. The uncertain token itself is drafted, as in the source: its forward pass is
+    already done, and it costs one more node.
 
     Args:
-      draft_threshold: 0 never stops, 1 nearly always.
+      draft_threshold: threshold of the largest probability; 0 never ends a draft, 1 nearly always does.
     """
 
     name = "confidence"
@@ -179,21 +182,21 @@ class Confidence(LengthPolicy):
 class Egag(LengthPolicy):
     """Entropy-guided adaptive gamma: long drafts where the drafter is certain, short ones where it is not.
 
-    Source: TbK0ng/Speculative-Decoding: g = clip(floor((1 - H / log V) * gamma_max), gamma_min, gamma_max);
-    ema = beta * ema + (1 - beta) * g; round(ema). "paper" takes the entropy of the step's first distribution, divides
-    it by log V, and rounds down: with today's vocabularies that hardly moves. "calibrated" divides by a reference that
-    real entropies reach, rounds to the nearest, and asks again before every token: it is drawn while the length that
-    its own distribution asks for is longer than the draft.
+    Source: TbK0ng/Speculative-Decoding: g = clip(floor((1 - H / log V) * gamma_max), gamma_min, gamma_max); ema = beta
+    * ema + (1 - beta) * g; round(ema). The mode "paper" computes the length once per step, from the entropy of the
+    first distribution divided by log V. With today's vocabularies this length hardly changes. The mode "calibrated"
+    divides by a reference entropy that real text reaches, rounds to the nearest length, and computes the length again
+    before every token. A token is drawn while the length from its own distribution exceeds the draft.
 
     Args:
       num_tokens: gamma_max, the longest draft.
       length_policy_mode: "paper" or "calibrated".
-      min_draft_tokens: gamma_min, at most ``num_tokens``; None for 1, or 0 where nothing is drafted.
-      egag_ema_beta: weight of the past in the moving average of the length, 0 (off) to below 1.
-      reference_entropy: nats that count as 1 in the mode "calibrated"; None for the 95th percentile of the row's last
-        128 entropies (2 nats for the first 16).
+      min_draft_tokens: gamma_min, at most ``num_tokens``; None for 1, or for 0 if ``num_tokens`` is 0.
+      egag_ema_beta: weight of the past in the moving average of the length, from 0 (off) to below 1.
+      reference_entropy: entropy in nats that counts as 1 in the mode "calibrated"; None for the 95th percentile of the
+        row's last 128 entropies (2 nats for the first 16).
 
-    Raises: ConfigError when a number is out of range or the mode unknown.
+    Raises: ConfigError for a number out of range or an unknown mode.
     """
 
     name = "egag"
@@ -209,9 +212,12 @@ class Egag(LengthPolicy):
         super().__post_init__()
         self.gamma_min = min(1, self.num_tokens) if self.min_draft_tokens is None else self.min_draft_tokens
         if self.gamma_min < 0:
-            raise ConfigError(f"gamma_min is {self.gamma_min}; it must be 0 or more")
+            raise ConfigError(f"gamma_min (min_draft_tokens) is {self.gamma_min}; it must be 0 or more")
         if self.num_tokens < self.gamma_min:
-            raise ConfigError(f"gamma_min is {self.gamma_min} and gamma_max {self.num_tokens}; swap them")
+            raise ConfigError(
+                f"gamma_min (min_draft_tokens) is {self.gamma_min} and gamma_max (num_speculative_tokens) is "
+                f"{self.num_tokens}; lower gamma_min, or raise gamma_max"
+            )
 
     def looks(self, depth: int) -> bool:
         return depth == 0 or self.length_policy_mode == "calibrated"
@@ -236,13 +242,13 @@ class Egag(LengthPolicy):
             plan.gamma = max(length, depth)
 
     def length(self, share: float, ema: float | None = None) -> tuple[int, float]:
-        """The length, and the moving average to hand in next time.
+        """Return the draft length, and the moving average to pass to the next call.
 
         Args:
-          share: normalised entropy of the distribution of a drafted token, 0..1.
-          ema: what the last call returned; None for the first.
+          share: normalised entropy of the distribution of a draft token, 0..1.
+          ema: moving average that the last call returned; None for the first call.
 
-        With bounds 1 and 5, entropies 0, 0.1, 0.5 and 1 give 5, 4, 2 and 1.
+        With bounds 1 and 5, the entropies 0, 0.1, 0.5 and 1 give the lengths 5, 4, 2 and 1.
         """
         wanted = min(max(math.floor((1.0 - share) * self.num_tokens), self.gamma_min), self.num_tokens)
         beta = self.egag_ema_beta
@@ -252,15 +258,16 @@ class Egag(LengthPolicy):
 
 @dataclass(eq=False)
 class AdaEDL(LengthPolicy):
-    """Drafts on while a lower bound on the chance of acceptance, read off the entropy, stays above a threshold.
+    """Draft continues while a lower bound on the acceptance probability, computed from the entropy, is above a
+    threshold.
 
-    Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when
-    1 - sqrt(entropy_scale * H) < threshold, H of the drafter's distribution in nats; the threshold follows the
-    acceptance rate by the two-branched rule. What the paper leaves open: the first threshold is 0.7, the rate starts at
-    its target, and the first token of a step is always drafted, so that there is something to learn from.
+    Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when 1 - sqrt(entropy_scale * H) <
+    threshold, with H the entropy of the drafter's distribution in nats. The threshold follows the acceptance rate by
+    the two-branch rule. Choices that the paper leaves open: the first threshold is 0.7, the rate starts at its target,
+    and the first token of a step is always drafted, so that the rate can be measured.
 
     Args:
-      draft_threshold: the first one.
+      draft_threshold: first threshold.
       entropy_scale: factor of the entropy in the bound, above 0.
       target_acceptance_rate, threshold_step, acceptance_momentum, threshold_momentum: see `Threshold.follow`.
     """
@@ -276,7 +283,7 @@ class AdaEDL(LengthPolicy):
     threshold_momentum: float = 0.9
 
     def threshold(self, row: Row) -> Threshold:
-        """The threshold of a row."""
+        """Return the threshold of a row."""
         return Threshold.of(row, self, self.draft_threshold, self.target_acceptance_rate)
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
@@ -292,16 +299,18 @@ class AdaEDL(LengthPolicy):
 
 @dataclass(eq=False)
 class Acceptance(LengthPolicy):
-    """Ends the draft after an unsure token, as `Confidence`; what counts as unsure follows the acceptance rate.
+    """End of the draft after an uncertain token, as in `Confidence`, with a threshold that follows the acceptance
+    rate.
 
-    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the distribution
-    the token is drawn from, temperature and truncation included; threshold and rate belong to one row and end with it.
+    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is taken from the
+    distribution that the token is drawn from, temperature and truncation included; threshold and rate are state of one
+    row.
 
     Args:
       length_policy_mode, target_acceptance_rate, threshold_step, acceptance_momentum, threshold_momentum: see
-        `Threshold.follow`; "static" keeps the threshold.
-      draft_threshold: the first one; None for the published 0.8 of greedy and 0.5 of sampled rows.
-      initial_acceptance_rate: what the moving average of the acceptance rate starts from.
+        `Threshold.follow`; the mode "static" keeps the threshold.
+      draft_threshold: first threshold; None for the published values, 0.8 for greedy and 0.5 for sampled rows.
+      initial_acceptance_rate: first value of the moving average of the acceptance rate.
     """
 
     name = "acceptance"
@@ -317,7 +326,7 @@ class Acceptance(LengthPolicy):
     threshold_momentum: float = 0.9
 
     def threshold(self, row: Row) -> Threshold:
-        """The threshold of a row."""
+        """Return the threshold of a row."""
         published = 0.8 if row.sampler.is_greedy else 0.5
         first = published if self.draft_threshold is None else self.draft_threshold
         return Threshold.of(row, self, first, self.initial_acceptance_rate)
@@ -336,37 +345,41 @@ POLICIES: dict[str, type[LengthPolicy]] = {
 """Every policy by its name."""
 
 
-# -- what policies are made of -----------------------------------------------------------------------------------------
+# -- parts of policies -------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Threshold:
-    """The threshold of one row, and the moving average of its acceptance rate."""
+    """Confidence threshold of one row, and the moving average of its acceptance rate."""
 
     value: float
     acceptance_rate: float
 
     @classmethod
     def of(cls, row: Row, policy: LengthPolicy, first: float, rate: float) -> Threshold:
-        """The threshold of a row under a policy; new rows begin with the first one and this acceptance rate."""
+        """Return the threshold of a row under a policy; a new row starts with the first threshold and this acceptance
+        rate.
+        """
         if policy not in row.state:
             row.state[policy] = cls(first, rate)
         threshold: Threshold = row.state[policy]
         return threshold
 
     def follow(self, policy: AdaEDL | Acceptance, mode: str, num_drafted: int, num_accepted: int) -> None:
-        """Take in the outcome of a step; one without a draft says nothing.
+        """Record the outcome of a step; a step without a draft changes nothing.
 
-        At threshold 0.8, rate 0.9: 1 of 4 accepted gives the rate 0.575 and the threshold 0.801.
+        At threshold 0.8 and rate 0.9, 1 of 4 accepted tokens gives the rate 0.575 and the threshold 0.801.
 
         Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168), section on adaptive draft-exiting.
 
         Args:
-          policy: has the wanted acceptance rate, the step of the threshold before smoothing, and the weights of the
-            past in both averages.
-          mode: "paper" raises the threshold while the rate is at most the wanted one and lowers it otherwise; "code",
-            the published program, raises it while the rate is less, and leaves it alone when the draft was as long as
-            drafts get; "static" never moves it.
+          policy: policy with the target acceptance rate, the step of the threshold before smoothing, and the weights
+            of the past in both averages.
+          mode: rule of the update. "paper" raises the threshold while the rate is at most the target rate and lowers
+            it otherwise. "code", the published program, raises it while the rate is below the target, and does not
+            lower it after a draft of the full length. "static" never changes it.
+          num_drafted: depth of the draft.
+          num_accepted: number of accepted tokens.
         """
         if num_drafted == 0 or mode == "static":
             return
@@ -382,10 +395,10 @@ class Threshold:
 
 
 class EntropyHistory:
-    """The last 128 entropies of a row, and the moving average of its draft lengths.
+    """Last 128 entropies of a row, and the moving average of its draft lengths.
 
     Attributes:
-      ema: see `Egag.length`; None before the first draft.
+      ema: moving average, see `Egag.length`; None before the first draft.
     """
 
     def __init__(self) -> None:
@@ -395,16 +408,16 @@ class EntropyHistory:
 
     @property
     def reference(self) -> float:
-        """The 95th percentile, in nats; `FIRST_REFERENCE` until 16 were seen.
+        """The 95th percentile in nats, or `FIRST_REFERENCE` until 16 entropies have been added.
 
-        Of 17 times 1, twice 3 and once 4, in any order, that is 4.
+        For 17 values of 1, two of 3 and one of 4, in any order, the result is 4.
         """
         if len(self._sorted) < 16:
             return FIRST_REFERENCE
         return self._sorted[min(int(0.95 * len(self._sorted)), len(self._sorted) - 1)]
 
     def add(self, nats: float) -> None:
-        """Take in the next entropy."""
+        """Add the next entropy."""
         if len(self._last) == 128:
             oldest = self._last.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
@@ -413,24 +426,26 @@ class EntropyHistory:
 
 
 def confidence(log_probs: Tensor) -> float:
-    """The largest probability of log-probabilities (V,); NaN, which is below every threshold, if they are NaN."""
+    """Return the largest probability of log-probabilities (V,), or NaN, which is below every threshold, if they
+    contain NaN.
+    """
     return math.exp(float(log_probs.max()))
 
 
 def entropy(log_probs: Tensor) -> float:
-    """-sum p log p of log-probabilities (V,) in nats; +inf, as uncertain as can be, if they are NaN."""
+    """Return -sum p log p in nats of log-probabilities (V,), or +inf, the largest uncertainty, if they contain NaN."""
     probs = log_probs.float().exp()
     nats = float((-probs).xlogy(probs).sum())
     return math.inf if math.isnan(nats) else nats
 
 
 def by_vocabulary(nats: float, log_probs: Tensor) -> float:
-    """An entropy relative to the largest that a distribution (V,) can have; 0 for a vocabulary of one token."""
+    """Return an entropy relative to the largest entropy of a distribution (V,), or 0 for a vocabulary of one token."""
     return nats / math.log(len(log_probs)) if len(log_probs) > 1 else 0.0
 
 
 def normalised_entropy(probs: Tensor) -> float:
-    """-sum p log(p + 1e-8) / log V of a distribution (V,), 0..1; 0 for a vocabulary of one token."""
+    """Return -sum p log(p + 1e-8) / log V of a distribution (V,), 0..1, or 0 for a vocabulary of one token."""
     if len(probs) < 2:
         return 0.0
     probs = probs.double()
@@ -439,9 +454,10 @@ def normalised_entropy(probs: Tensor) -> float:
 
 
 def calibrated_share(nats: float, reference: float, gamma_max: int) -> float:
-    """The input at which the floor of the published formula becomes a rounding: min(H / reference, 1) - 1/(2 g).
+    """Return the share min(H / reference, 1) - 1/(2 gamma_max), with which the published floor formula rounds to the
+    nearest.
 
-    With gamma_max 5 and reference 2: 0.9 nats are 0.45 - 0.1 = 0.35, and floor((1 - 0.35) * 5) = 3 = round(0.55 * 5).
+    With gamma_max 5 and reference 2, 0.9 nats give 0.45 - 0.1 = 0.35, and floor((1 - 0.35) * 5) = 3 = round(0.55 * 5).
     """
     share = min(nats / reference, 1.0) if reference > 0.0 else float(nats > 0.0)
     return share - 0.5 / max(gamma_max, 1)
@@ -459,11 +475,11 @@ _MODES = tuple(sorted({mode for policy in POLICIES.values() for mode in policy.m
 
 @dataclass(frozen=True, kw_only=True)
 class LengthOptions(Options):
-    """Who decides how long a draft gets; see docs/drafting_length.md.
+    """Keys that select the length policy of drafts; see docs/drafting_length.md.
 
     Attributes:
-      looks: what the drafter can show a policy of the token it is about to draft.
-      own_policy: default policy; under a governor it decides within what the governor allows.
+      looks: information about the next draft token that the drafter provides to a policy.
+      own_policy: default policy; under a governor the policy chooses within the governor's limits.
     """
 
     looks: ClassVar[frozenset[str]] = frozenset({NOTHING})
@@ -474,18 +490,20 @@ class LengthOptions(Options):
         one_of(_MODES), help='"egag": calibrated, paper; "acceptance": code, paper, static'
     )
     draft_threshold: float | None = option(number(0.0, 1.0), help="confidence below which a draft ends")
-    min_draft_tokens: int | None = option(whole(0), help="shortest draft of egag")
-    egag_ema_beta: float | None = option(number(0.0, 1.0), help="weight of the past in the lengths of egag")
+    min_draft_tokens: int | None = option(whole(0), help="shortest draft under egag")
+    egag_ema_beta: float | None = option(number(0.0, 1.0), help="weight of the past in the draft length of egag")
     reference_entropy: float | None = option(
         number(0.0, above=True), help="entropy in nats that counts as 1 in calibrated egag"
     )
     entropy_scale: float | None = option(number(0.0), help="factor of the entropy in the bound of adaedl")
-    initial_acceptance_rate: float | None = option(number(0.0, 1.0), help="acceptance rate to start from")
+    initial_acceptance_rate: float | None = option(
+        number(0.0, 1.0), help="first value of the moving average of the acceptance rate"
+    )
     target_acceptance_rate: float | None = option(
         number(0.0, 1.0), help="acceptance rate at which the threshold stays unchanged"
     )
-    threshold_step: float | None = option(number(0.0, 1.0), help="amount by which the threshold moves")
-    acceptance_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the rate")
+    threshold_step: float | None = option(number(0.0, 1.0), help="change of the threshold per step, before smoothing")
+    acceptance_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the acceptance rate")
     threshold_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the threshold")
 
     def check(self) -> None:
@@ -494,8 +512,8 @@ class LengthOptions(Options):
         if policy.looks_at not in self.looks:
             served = [other for other, its in POLICIES.items() if its.looks_at in self.looks]
             raise ConfigError(
-                f"length_policy {name!r} looks at the {policy.looks_at} of the drafter, and method {self.method!r} has "
-                f"none; choose one of {', '.join(served)}"
+                f"length_policy {name!r} needs the drafter's {policy.looks_at}, which method {self.method!r} does not "
+                f"provide; choose one of {', '.join(served)}"
             )
         for given in sorted(frozenset[str]().union(*_KEYS_OF.values()) - _KEYS_OF[name]):
             if getattr(self, given) is not None:
@@ -510,10 +528,10 @@ class LengthOptions(Options):
 
     @property
     def policy(self) -> str:
-        """The name of the policy that drafts are asked with."""
+        """Name of the policy that limits each draft."""
         return self.own_policy if self.length_policy == GOVERNED else self.length_policy
 
     def new_policy(self, longest: int) -> LengthPolicy:
-        """The policy that is asked for, around a longest draft."""
+        """Make the selected policy for a longest draft."""
         given = {key: value for key in _KEYS_OF[self.policy] if (value := getattr(self, key)) is not None}
         return POLICIES[self.policy](longest, **given)

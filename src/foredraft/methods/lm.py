@@ -1,4 +1,4 @@
-"""Plain decoding, and drafting with a smaller model: options, and what builds the drafters."""
+"""Plain decoding, and drafting with a smaller model: their options and entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foredraft.methods.growth import GrowthOptions
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions(Options):
-    """Plain decoding has no keys."""
+    """Options of plain decoding, which has no keys."""
 
     method: ClassVar[str] = "none"
     num_speculative_tokens: ClassVar[int] = 0

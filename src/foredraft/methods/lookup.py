@@ -1,4 +1,4 @@
-"""Methods that draft from text: options, and what builds their drafters."""
+"""Methods that draft from text: their options and entries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from foredraft.methods.lengths import CONFIDENCE, NOTHING, LengthOptions
 from foredraft.retrieval.datastore import MAX_DEPTH, Lookup
 
 MATCHES = ("latest", "earliest")
-"""Which of several occurrences of a suffix comes first."""
+"""Order in which several occurrences of a suffix are used."""
 
-RUNNER_UP_WEIGHT = 0.25  # of a token that the target ranked high but did not choose; a chosen one weighs 1
+RUNNER_UP_WEIGHT = 0.25  # weight of a token that the target ranked high but did not emit; an emitted token weighs 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,24 +31,27 @@ class NasdOptions(LengthOptions, BranchOptions):
     storage: str = option(
         one_of(("levels", "single"), {"ngramstorage": "levels", "onelevelngramstorage": "single"}),
         "levels",
-        "levels: contexts of n - 1 tokens down to one, the longest known one decides; single: of n - 1 tokens only",
+        "levels: contexts of n - 1 tokens down to one token, of which the longest known one is used; single: contexts "
+        "of n - 1 tokens only",
     )
     filler_top_k: int = option(
-        whole(1), 3, "tokens that the target ranked highest which enter the storage, per position; 1 for none"
+        whole(1), 3, "number of the target's top tokens per position that enter the storage; 1 stores emitted ones only"
     )
     filler_weight: float = option(
-        number(0.0, 1.0, above=True), RUNNER_UP_WEIGHT, "of such a token beside one that was said, which weighs 1"
+        number(0.0, 1.0, above=True),
+        RUNNER_UP_WEIGHT,
+        "weight of a top token that was not emitted; an emitted one weighs 1",
     )
     unknown: str = option(
-        one_of(("stop", "random")), "stop", "at an unknown context: end the draft, or draft a random token"
+        one_of(("stop", "random")), "stop", "action at an unknown context: end the draft, or draft a random token"
     )
-    shared: bool = option(flag(), False, "whether requests learn from each other")
-    state_file: str | None = option(path(), help="where what requests share is kept from run to run")
+    shared: bool = option(flag(), False, "share what is learned among all requests")
+    state_file: str | None = option(path(), help="file that keeps the shared storage from run to run")
 
     def check(self) -> None:
         super().check()
         if self.state_file is not None and not self.shared:
-            raise ConfigError("state_file is of a storage that requests share; add shared=true, or leave it out")
+            raise ConfigError("state_file needs a storage that requests share; add shared=true, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +61,12 @@ class NGramOptions(LengthOptions, DraftOptions):
     method: ClassVar[str] = "ngram"
     num_speculative_tokens: int = draft_length(10)
     max_draft_nodes: int | None = node_limit()
-    prompt_lookup_min: int = option(whole(1), 2, "shortest suffix of the text that is looked up")
-    prompt_lookup_max: int = option(whole(1), 5, "longest suffix of the text that is looked up")
+    prompt_lookup_min: int = option(whole(1), 2, "length of the shortest suffix to look up")
+    prompt_lookup_max: int = option(whole(1), 5, "length of the longest suffix to look up")
     num_prompt_lookup_candidates: int = option(whole(1), 1, "continuations that are merged into one tree")
-    prompt_lookup_match: str = option(one_of(MATCHES), MATCHES[0], "which occurrence of the suffix is copied after")
+    prompt_lookup_match: str = option(
+        one_of(MATCHES), MATCHES[0], "occurrence of the suffix whose continuation is used first"
+    )
 
     @property
     def num_branches(self) -> int:
@@ -69,7 +74,7 @@ class NGramOptions(LengthOptions, DraftOptions):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> NGramOptions:
-        """A single bound moves the default of the other one along."""
+        """Read the options; if one bound of the suffix length is given, the default of the other is adjusted to it."""
         shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
         defaults: dict[str, Any] = {}
         if isinstance(longest, int):
@@ -97,29 +102,29 @@ class RestOptions(LengthOptions, BranchOptions):
     num_draft_branches: int = branches(32)
     datastore: str | None = option(
         path(is_read=True),
-        help="directory that foredraft datastore build wrote; by default what a model of the zoo brings",
+        help="directory that foredraft datastore build wrote; by default the datastore of a zoo model",
     )
-    retrieval_match_min: int = option(whole(1, 64), 1, "shortest suffix of the text that is looked up")
-    retrieval_match_max: int = option(whole(1, 64), 16, "longest suffix of the text that is looked up")
-    retrieval_max_hits: int = option(whole(1, 1 << 20), 512, "occurrences that are read per step")
-    retrieval_dynamic_index: bool = option(flag(), True, "whether the request's own text is searched, too")
+    retrieval_match_min: int = option(whole(1, 64), 1, "length of the shortest suffix to look up")
+    retrieval_match_max: int = option(whole(1, 64), 16, "length of the longest suffix to look up")
+    retrieval_max_hits: int = option(whole(1, 1 << 20), 512, "largest number of occurrences to read per step")
+    retrieval_dynamic_index: bool = option(flag(), True, "search the request's own text, too")
 
     def check(self) -> None:
         super().check()
         if self.num_speculative_tokens > MAX_DEPTH:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; method 'rest' drafts at most {MAX_DEPTH} "
-                "tokens deep"
+                "tokens deep; lower it"
             )
         if self.retrieval_match_min > self.retrieval_match_max:
             raise ConfigError(
-                f"the shortest match is {self.retrieval_match_min} tokens and the longest {self.retrieval_match_max}; "
-                "want 1 <= min <= max"
+                f"retrieval_match_min={self.retrieval_match_min} is more than "
+                f"retrieval_match_max={self.retrieval_match_max}; lower the first or raise the second"
             )
 
     @property
     def lookup(self) -> Lookup:
-        """How the datastore is asked."""
+        """Parameters of a datastore lookup."""
         return Lookup(
             match_min=self.retrieval_match_min,
             match_max=self.retrieval_match_max,
@@ -136,23 +141,23 @@ class SuffixOptions(LengthOptions, BranchOptions):
     num_speculative_tokens: int = draft_length(16)
     max_draft_nodes: int = node_limit(24)
     num_draft_branches: int = branches(4)
-    shared: bool = option(flag(), False, "whether requests learn from each other's outputs")
-    state_file: str | None = option(path(), help="where outputs that requests share are kept from run to run")
+    shared: bool = option(flag(), False, "share the outputs of all requests")
+    state_file: str | None = option(path(), help="file that keeps the shared outputs from run to run")
     suffix_decoding_max_tree_depth: int = option(
-        whole(2, 1024), 24, "longest string that is counted, context and continuation together"
+        whole(2, 1024), 24, "longest string to count in tokens, context and continuation together"
     )
     suffix_decoding_max_cached_requests: int = option(
-        whole(0), 10_000, "past outputs that are remembered when it is shared"
+        whole(0), 10_000, "largest number of past outputs to keep when shared"
     )
     suffix_decoding_max_spec_factor: float = option(number(0.0, above=True), 4.0, "drafted tokens per matched token")
     suffix_decoding_min_token_prob: float = option(
-        number(0.0, 1.0), 0.1, "estimated chance below which a token is not drafted"
+        number(0.0, 1.0), 0.1, "estimated probability below which a token is not drafted"
     )
 
     def check(self) -> None:
         super().check()
         if self.state_file is not None and not self.shared:
-            raise ConfigError("state_file is of a history that requests share; add shared=true, or leave it out")
+            raise ConfigError("state_file needs a history that requests share; add shared=true, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,48 +168,48 @@ class TokenRecyclingOptions(DraftOptions):
     drafts_trees: ClassVar[bool] = True
     num_speculative_tokens: int = draft_length(6, least=1)
     max_draft_nodes: int | None = node_limit(help="nodes of the tree, root included; by default 16 on a CPU, else 80")
-    num_candidates: int = option(whole(1), 8, "successors that are kept per token")
-    shared: bool = option(flag(), False, "whether requests learn from each other")
+    num_candidates: int = option(whole(1), 8, "number of successors to keep per token")
+    shared: bool = option(flag(), False, "share what is learned among all requests")
     initial_state: str = option(
         one_of(("auto", "vocabulary", "prompt", "text", "empty")),
         "auto",
-        "what is known before the first step: text (of the prompt), prompt (its text, and the target's candidates "
-        "along it, which make reading it longer by the output embedding of every token), vocabulary (what the target "
-        "says after every token alone, at the cost of a prompt as long as the vocabulary, and prompt), empty, or auto: "
-        "text, and what a model of the zoo brings",
+        "successors known before the first step. text: pairs of adjacent tokens in the prompt. prompt: text, and the "
+        "target's top tokens at every prompt position, which adds the cost of their logits to the prefill. vocabulary: "
+        "prompt, and the target's top tokens after each token alone, which costs a prefill as long as the vocabulary. "
+        "empty: none. auto: text, and the table of a zoo model",
     )
-    state_file: str | None = option(path(), help="where what was learned is kept")
+    state_file: str | None = option(path(), help="file that keeps the learned table from run to run")
 
 
 METHODS = (
     Method(
         NasdOptions,
         "foredraft.drafters.lookup.nasd:build",
-        summary="the most frequent successors of the last tokens in this text",
+        summary="the most frequent successors of the last tokens in this row",
         aliases=("ngram_storage", "ngram_assisted"),
     ),
     Method(
         NGramOptions,
         "foredraft.drafters.lookup.ngram:build",
-        summary="what followed the end of the text when it last occurred in prompt or output",
+        summary="the continuation of the row's last tokens at their latest occurrence in prompt or output",
         aliases=("prompt_lookup", "prompt_lookup_decoding", "ngram_simple", "ngram_gpu"),
     ),
     Method(
         RestOptions,
         "foredraft.drafters.lookup.rest:build",
-        summary="what followed the end of the text in a datastore of other texts",
+        summary="the continuations of the row's last tokens in a datastore of other texts",
         aliases=("retrieval",),
     ),
     Method(
         SuffixOptions,
         "foredraft.drafters.lookup.suffix:build",
-        summary="the likeliest continuations of the end of the text, by how often they followed it",
+        summary="the most frequent continuations of the row's last tokens in earlier text",
         aliases=("suffix_decoding", "sam", "sam_decoding"),
     ),
     Method(
         TokenRecyclingOptions,
         "foredraft.drafters.lookup.token_recycling:build",
-        summary="what the target ranked high after a token the last time",
+        summary="the tokens that the target ranked highest after a token the last time",
         aliases=("recycling",),
     ),
 )

@@ -1,4 +1,4 @@
-"""Static trees as paths of ranks: published ones, cartesian products, and trees grown from measured accuracies."""
+"""Static draft trees as paths of ranks: published ones, cartesian products, and trees grown from accuracies."""
 
 from __future__ import annotations
 
@@ -59,41 +59,41 @@ PUBLISHED_TREES = {
     ),
     "eagle": "0 00 000 0000 00000 1 01 10 001 010 100 0001 2 00001 02 20 3 002 020 30 0002 11 011 21 021",
 }
-"""Sparse trees as their authors have published them, node by node in the order of worth.
+"""Sparse trees published by their authors, with nodes in descending order of value.
 
-Provenance: FasterDecoding/Medusa, commit e2a5d20 (2024-04-18), ``medusa/model/medusa_choices.py``, Apache-2.0. Each was
-grown by its authors from the accuracies of one set of heads (Cai et al. 2024, arXiv:2401.10774): "stage1" heads were
-trained alone (Medusa-1), "stage2" heads with their target (Medusa-2). Hydra (zankner/Hydra, commit 3f39fbd) uses
-``mc_sim_7b_63`` for all of its heads. All have 63 nodes below the root and at most 10 siblings.
+Provenance: FasterDecoding/Medusa, commit e2a5d20 (2024-04-18), ``medusa/model/medusa_choices.py``, Apache-2.0. The
+authors grew each tree from the accuracies of one set of heads (Cai et al. 2024, arXiv:2401.10774): "stage1" heads were
+trained alone (Medusa-1), "stage2" heads were trained with their target (Medusa-2). Hydra (zankner/Hydra, commit
+3f39fbd) uses ``mc_sim_7b_63`` for all of its heads. These trees have 63 nodes below the root and at most 10 siblings.
 
-"eagle" is the tree of EAGLE: SafeAILab/EAGLE, branch v1, commit 4a9cf3a (2024-06-27), Apache-2.0, where it is called
-mc_sim_7b_63, too. It has 25 nodes below the root and was not tuned; its order here is that of usual accuracies.
+"eagle" is the tree of EAGLE: SafeAILab/EAGLE, branch v1, commit 4a9cf3a (2024-06-27), Apache-2.0, where the tree is
+also called mc_sim_7b_63. It has 25 nodes below the root and was not tuned. Its nodes are ordered by typical accuracies.
 
 A node is written as the ranks on its path, one digit each: "021" is the child of rank 1 of the child of rank 2 of the
-child of rank 0 of the pending token. Every prefix of a list is a tree; of Medusa's trees the published order is kept.
+child of rank 0 of the pending token. Every prefix of a list is a tree. Medusa's trees keep the published order.
 """
 
 
 Ranks = tuple[int, ...]
-"""The ranks on the way from the pending token to a node, 0 for the likeliest successor; () is the pending token."""
+"""Ranks on the path from the pending token to a node; 0 is the likeliest successor, and () is the pending token."""
 
 MAX_SIBLINGS = 10
-"""Of a node of a grown tree, as in the published ones."""
+"""Largest number of children of a node in a grown tree, as in the published trees."""
 
 MAX_NODES = 4096
-"""Of a tree; nobody can want more."""
+"""Largest number of nodes of a tree, the root not counted."""
 
 
 @dataclass(frozen=True)
 class RankTree:
-    """The shape of a draft: which successors of which nodes are tried, by rank.
+    """Shape of a static draft tree: the ranks of the successors to try below each node.
 
     Args:
-      paths: nodes below the root in the order of worth. Parents and better siblings stand before a node, so that the
-        first n paths are a tree for every n.
-      name: for messages.
+      paths: nodes below the root in descending order of value. Parents and better siblings come before a node, so that
+        the first n paths are a tree for every n.
+      name: name of the tree in messages.
 
-    Raises: ConfigError for paths that are not a tree, saying which and why.
+    Raises: ConfigError for paths that are not a tree. The message names the offending path and the reason.
     """
 
     paths: tuple[Ranks, ...]
@@ -101,11 +101,13 @@ class RankTree:
 
     def __post_init__(self) -> None:
         if len(self.paths) > MAX_NODES:
-            raise ConfigError(f"{self.name} has {len(self.paths)} nodes below its root; want 1 to {MAX_NODES}")
+            raise ConfigError(
+                f"{self.name} has {len(self.paths)} nodes below its root; the limit is {MAX_NODES}; give a smaller tree"
+            )
         seen: set[Ranks] = {()}
         for path in self.paths:
             if path in seen:
-                raise ConfigError(f"{self.name} names the node {list(path)} twice; name it once")
+                raise ConfigError(f"{self.name} contains the node {list(path)} twice; list each node once")
             missing = self._missing_before(path, seen)
             if missing is not None:
                 raise ConfigError(
@@ -115,34 +117,35 @@ class RankTree:
 
     @staticmethod
     def _missing_before(path: Ranks, seen: set[Ranks]) -> Ranks | None:
-        """The parent or the next better sibling, where it does not stand before a node."""
+        """Return the parent or the next better sibling of a node if it has not been seen, else None."""
         needed = [path[:-1]] + ([(*path[:-1], path[-1] - 1)] if path[-1] > 0 else [])
         return next((node for node in needed if node not in seen), None)
 
-    # -- where trees come from -----------------------------------------------------------------------------------------
+    # -- construction --------------------------------------------------------------------------------------------------
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]], name: str = "tree") -> RankTree:
-        """From paths in any order, which is kept where it puts parents and better siblings first.
+        """Make a tree from paths in any order; the order is kept if parents and better siblings come first.
 
-        Raises: ConfigError for what is not a list of paths, or not a tree.
+        Raises: ConfigError for anything but a list of paths that form a tree.
         """
         given = [_ranks(path, name) for path in paths]
         if not given:
-            raise ConfigError(f"{name} has 0 nodes below its root; want 1 to {MAX_NODES}")
+            raise ConfigError(f"{name} has 0 nodes below its root; it needs 1 to {MAX_NODES}")
         ordered = _in_order(given)
         return cls(tuple(given if ordered is None else ordered), name)
 
     @classmethod
     def published(cls, name: str) -> RankTree:
-        """One of `PUBLISHED_TREES`."""
+        """Return one of `PUBLISHED_TREES`."""
         return cls(tuple(tuple(map(int, path)) for path in PUBLISHED_TREES[name].split()), name)
 
     @classmethod
     def cartesian(cls, widths: Sequence[int], name: str = "") -> RankTree:
-        """Every combination of the best ``widths[d]`` tokens of every depth, as the first trees of Medusa were.
+        """Make the tree of all combinations of the best ``widths[d]`` tokens at each depth d, as in the first trees of
+        Medusa.
 
-        (3, 2) has 3 + 6 nodes. Those with the smallest ranks count as worth most.
+        Widths (3, 2) give 3 + 6 nodes. Paths with the smallest sum of ranks come first.
         """
         name = name or "x".join(map(str, widths))
         if not widths or any(width < 1 for width in widths) or math.prod(widths) > MAX_NODES:
@@ -158,26 +161,29 @@ class RankTree:
         max_siblings: int = MAX_SIBLINGS,
         name: str = "grown tree",
     ) -> RankTree:
-        """The most valuable ``num_nodes - 1`` paths, where a path is worth the product of the accuracies along it.
+        """Grow the tree of the ``num_nodes - 1`` most valuable paths; a path's value is the product of the accuracies
+        along it.
 
-        Source: Medusa (Cai et al. 2024, arXiv:2401.10774), sparse trees; with a heap instead of repeated searches.
-        A sibling comes after the better one whatever it is worth, so trees stay left-packed. Of equal nodes the
-        shallower one comes first, then the one with the smaller ranks.
+        Source: Medusa (Cai et al. 2024, arXiv:2401.10774), sparse trees. Deviation: a heap replaces the repeated
+        searches. A sibling always comes after the better one, whatever its value, so trees stay left-packed. Among
+        nodes of equal value the shallower one comes first, then the one with the smaller ranks.
 
         Args:
-          accuracies: ``[d][r]``: how often the candidate of rank r is right at depth d + 1, given that what stands
-            before it is.
-          num_nodes: root included; fewer where the accuracies have no more.
-          max_siblings: of a node.
+          accuracies: ``[d][r]``, the probability that the candidate of rank r at depth d + 1 is right, given that its
+            ancestors are right.
+          num_nodes: number of nodes, root included; the tree is smaller if the accuracies cover fewer nodes.
+          max_siblings: largest number of children of a node.
+          name: name of the tree in messages.
 
-        Raises: ConfigError for accuracies that are none.
+        Raises: ConfigError for accuracies that are empty or outside 0..1, and for fewer than 2 nodes.
         """
         if num_nodes < 2 or not accuracies or any(not shares for shares in accuracies):
             raise ConfigError(
-                f"a tree of {num_nodes} nodes over {len(accuracies)} depths cannot be grown; want 2 or more"
+                f"a tree of {num_nodes} nodes over {len(accuracies)} depths cannot be grown; give 2 or more nodes, and "
+                "one or more accuracies for every depth"
             )
         if any(not 0.0 <= share <= 1.0 for shares in accuracies for share in shares):
-            raise ConfigError("accuracies of candidates lie between 0 and 1; measure them again")
+            raise ConfigError("the accuracies contain a value outside 0..1; measure them again")
         found: list[Ranks] = []
         heap: list[tuple[float, int, Ranks]] = [(-accuracies[0][0], 1, (0,))]
         while heap and len(found) < num_nodes - 1:
@@ -192,9 +198,10 @@ class RankTree:
 
     @classmethod
     def parse(cls, value: Any) -> RankTree:
-        """Read what a user gave: a published name, widths as in "4x2x1", paths, their text, or a file of `save`.
+        """Parse a user's tree: a published name, widths such as "4x2x1", paths, paths as a string, or a file that
+        `save` wrote.
 
-        Raises: ConfigError; CheckpointError for a file that cannot be read.
+        Raises: ConfigError for an invalid tree; CheckpointError for a file that cannot be read.
         """
         if isinstance(value, RankTree):
             return value
@@ -217,9 +224,9 @@ class RankTree:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> RankTree:
-        """A tree that `save` or ``foredraft tune tree`` has written.
+        """Load a tree that `save` or ``foredraft tune tree`` wrote.
 
-        Raises: CheckpointError, ConfigError.
+        Raises: CheckpointError for a file that cannot be read; ConfigError for an invalid tree.
         """
         path = Path(file).expanduser()
         try:
@@ -236,19 +243,19 @@ class RankTree:
         return cls.of(_listed(paths), path.name)
 
     def save(self, file: str | os.PathLike[str], **details: Any) -> None:
-        """Write the tree, with what is to be known about it."""
+        """Write the tree to a JSON file, together with details about its origin."""
         content = {"paths": [list(path) for path in self.paths], **details}
         keep_json(Path(file), content)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Number of nodes, root included."""
+        """Return the number of nodes, root included."""
         return len(self.paths) + 1
 
     @property
     def depth(self) -> int:
-        """Levels below the root."""
+        """Number of levels below the root."""
         return max(map(len, self.paths), default=0)
 
     @property
@@ -256,15 +263,15 @@ class RankTree:
         return all(rank == 0 for path in self.paths for rank in path)
 
     def value(self, accuracies: Sequence[Sequence[float]]) -> float:
-        """Tokens per step to be expected, the bonus included, where depths are right or wrong independently."""
+        """Return the expected tokens per step, bonus included, if depths are right or wrong independently."""
         return 1.0 + sum(path_value(accuracies, path) for path in self.paths if len(path) <= len(accuracies))
 
     def first(self, num_nodes: int) -> RankTree:
-        """The most valuable nodes, root included."""
+        """Return the tree of the most valuable nodes; ``num_nodes`` includes the root."""
         return RankTree(self.paths[: num_nodes - 1], self.name)
 
     def within(self, budget: DraftSize) -> RankTree:
-        """The part that a budget allows: the most valuable nodes of those that are not too deep."""
+        """Return the part of the tree within a draft size: the most valuable nodes that are not too deep."""
         depth = budget.depth
         paths = [path for path in self.paths if len(path) <= depth and not (budget.chains_only and any(path))]
         return RankTree(tuple(paths[: budget.max_nodes() - 1]), self.name)
@@ -273,9 +280,10 @@ class RankTree:
 
     @cached_property
     def children(self) -> tuple[range, ...]:
-        """Children of every node, the best rank first, where nodes are numbered level by level.
+        """Children of every node, best rank first, with nodes numbered level by level.
 
-        (range(1, 3), range(3, 4), range(4, 4), range(4, 4)) is a root with two children, the better of which has one.
+        (range(1, 3), range(3, 4), range(4, 4), range(4, 4)) is a root with two children, the better of which has one
+        child.
         """
         ordered = [(), *sorted(self.paths, key=lambda path: (len(path), path))]
         widths = Counter(path[:-1] for path in ordered if path)
@@ -283,7 +291,7 @@ class RankTree:
 
     @cached_property
     def levels(self) -> tuple[range, ...]:
-        """Nodes of every depth, that of the root first."""
+        """Nodes of every depth, starting with the level of the root."""
         levels, below = list[range](), range(1)
         while below:
             levels.append(below)
@@ -291,12 +299,12 @@ class RankTree:
         return tuple(levels)
 
     def widest(self, depth: int) -> int:
-        """The most children of a node of this depth."""
+        """Return the largest number of children of any node at this depth."""
         return max(len(self.children[node]) for node in self.levels[depth])
 
 
 def path_value(accuracies: Sequence[Sequence[float]], path: Ranks) -> float:
-    """The product of the accuracies along a path; 0 for ranks that were not measured."""
+    """Return the product of the accuracies along a path, or 0 if a rank was not measured."""
     shares = [accuracies[depth][rank] if rank < len(accuracies[depth]) else 0.0 for depth, rank in enumerate(path)]
     return math.prod(shares)
 
@@ -306,7 +314,7 @@ def _why(path: Ranks, missing: Ranks) -> str:
 
 
 def _in_order(paths: list[Ranks]) -> list[Ranks] | None:
-    """The paths sorted by depth and rank, unless they stand parents and better siblings first already."""
+    """Return the paths sorted by depth and rank, or None if parents and better siblings already come first."""
     seen: set[Ranks] = {()}
     for path in paths:
         if RankTree._missing_before(path, seen) is not None:
@@ -324,5 +332,5 @@ def _listed(value: Any) -> list[Any]:
 def _ranks(path: Any, name: str) -> Ranks:
     ranks = tuple(_listed(path))
     if not ranks or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
-        raise ConfigError(f"{name} has the path {list(ranks)}; a path holds one or more ranks, 0 or more each")
+        raise ConfigError(f"{name} has the path {list(ranks)}; a path must be one or more ranks, each 0 or more")
     return ranks

@@ -176,7 +176,7 @@ def test_heads_and_models_draft_frequent_tokens_alone(tmp_path: Path) -> None:
         ("nowhere.json", "cannot be read"),
         ([1, 2, 64], "another target"),
         ([-1, 2], "another target"),
-        ({1, 2}, "give a file, or a list"),
+        ({1, 2}, "give a file or a list"),
     ],
 )
 def test_vocabularies_that_cannot_be_are_refused(given: Any, message: str) -> None:

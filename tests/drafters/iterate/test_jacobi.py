@@ -88,7 +88,7 @@ def test_random_initial_guesses_change_no_token() -> None:
         return [token for block in found.blocks for token in block.iterates[-1]]
 
     assert text("random") == text("repeat")
-    with pytest.raises(ConfigError, match="needs the vocab_size"):
+    with pytest.raises(ConfigError, match="needs the vocabulary size"):
         made("jacobi", initial_guess="random")
 
 

@@ -268,7 +268,7 @@ def test_the_node_limit_holds_while_the_window_fills_and_afterwards() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"max_draft_nodes": 27}, "max_draft_nodes=27 holds no window.*raise the first to 28"),
+        ({"max_draft_nodes": 27}, "max_draft_nodes=27 is too small.*raise max_draft_nodes to 28"),
         ({"length_policy": "heuristic"}, "length_policy is 'heuristic'; choose one of governed, fixed"),
         ({"rejection_sample_method": "block"}, "takes chains, and method 'lookahead' drafts trees"),
     ],
@@ -281,7 +281,7 @@ def test_keys_out_of_range_are_refused(keys: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize("method", ["lookahead", "token_recycling"])
 def test_targets_that_verify_chains_only_are_refused(method: str) -> None:
     chains_only: Any = SimpleNamespace(supports_trees=False, name="some model", vocab_size=9)
-    with pytest.raises(ConfigError, match="drafts trees, and some model verifies chains only"):
+    with pytest.raises(ConfigError, match="drafts trees, and some model can only verify chains"):
         drafter_factory(SpeculativeConfig(method=method), DrafterContext(chains_only))
 
 

@@ -71,7 +71,7 @@ def test_an_unknown_context_gets_a_token_of_seed_and_position() -> None:
     assert proposed(drafter, again) == alone  # another text of that length, in a drafter that has drafted before
     assert proposed(drafter, others) != alone
     assert proposed(drafter, started(drafter, 4, 5, 6, 7, id=4)) != alone
-    with pytest.raises(ConfigError, match="need the vocab_size of the target"):
+    with pytest.raises(ConfigError, match="need the vocabulary size of the target"):
         made("nasd", unknown="random")
 
 
@@ -223,11 +223,11 @@ def cut(path: Path) -> None:
             lambda path: save_file({"candidates": np.zeros(3)}, path, {"format": "x"}),
             "not a foredraft n-gram storage file",
         ),
-        (edited(tokens1=lambda tokens: tokens + 3), "do not fit together"),
-        (edited(sizes2=lambda sizes: sizes + 1), "do not fit together"),
-        (edited(weights1=lambda weights: -weights), "do not fit together"),
-        (edited(totals2=lambda totals: totals * np.nan), "do not fit together"),
-        (edited(contexts2=lambda contexts: contexts[:, :1].copy()), "do not fit together"),
+        (edited(tokens1=lambda tokens: tokens + 3), "inconsistent table"),
+        (edited(sizes2=lambda sizes: sizes + 1), "inconsistent table"),
+        (edited(weights1=lambda weights: -weights), "inconsistent table"),
+        (edited(totals2=lambda totals: totals * np.nan), "inconsistent table"),
+        (edited(contexts2=lambda contexts: contexts[:, :1].copy()), "inconsistent table"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -241,7 +241,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, damage: Callable[
 def test_files_of_another_vocabulary_or_of_other_ngrams_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     path = saved(tmp_path)
     assert len(made("nasd", shared=True, ngram_size=3, vocab_size=5, state_file=path).learned or ()) == 6
-    with pytest.raises(ConfigError, match="use the file as it was made"):
+    with pytest.raises(ConfigError, match="use the file with the model and options"):
         made("nasd", shared=True, state_file=path, **{"ngram_size": 3, "vocab_size": 5, **options})
 
 

@@ -195,7 +195,7 @@ def test_a_budget_is_kept_to_the_node(budget: DraftSize, reranks: bool, temperat
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"draft_rerank": True}, "give max_draft_nodes"),
+        ({"draft_rerank": True}, "max_draft_nodes is not set"),
         (
             {"draft_rerank": True, "max_draft_nodes": 8, "rejection_sample_method": "standard"},
             "draft_rerank drops the unlikely ones; use 'match'",

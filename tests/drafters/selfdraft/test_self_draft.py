@@ -243,7 +243,7 @@ def test_layer_sets_are_kept_and_belong_to_a_depth(tmp_path: Path) -> None:
     layer_set.save(path)
     assert LayerSet.load(path) == layer_set
     assert LayerSet.load(path).details == {"trials": 9}
-    with pytest.raises(ConfigError, match="for a model of 6 layers and toy has 2"):
+    with pytest.raises(ConfigError, match="for a model of 6 layers, and toy has 2"):
         replace(layer_set).check(2, "toy")
 
 
@@ -267,5 +267,5 @@ def test_an_mlp_that_knows_its_layer_is_no_attention() -> None:
 
 
 def test_a_model_of_two_layers_asks_for_a_set() -> None:
-    with pytest.raises(ConfigError, match="needs to know what to leave out"):
+    with pytest.raises(ConfigError, match="needs a set of layers to skip"):
         LLM(toy_model(64), speculative_config={"method": "layer_skip"})

@@ -296,11 +296,11 @@ def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
     [
         ({"kv_budget": 4}, "kv_budget is 4 columns and kv_sinks is 4, which leaves none"),
         ({"kv_budget": 16, "kv_sinks": 20}, "kv_budget is 16 columns and kv_sinks is 20"),
-        ({"kv_selector": "snapkv", "kv_budget": 30}, "kv_sinks=4 and kv_window=32 leave none"),
-        ({"kv_selector": "snapkv", "kv_budget": 64, "kv_window": 64}, "kv_window=64 leave none"),
-        ({"kv_window": 16}, "kv_selector='streaming' takes no votes"),
+        ({"kv_selector": "snapkv", "kv_budget": 30}, "kv_sinks=4 and kv_window=32 use all"),
+        ({"kv_selector": "snapkv", "kv_budget": 64, "kv_window": 64}, "kv_window=64 use all"),
+        ({"kv_window": 16}, "no meaning for kv_selector='streaming'"),
         ({"quantize_draft": True, "quantization_group_size": 48}, "choose one of 32"),
-        ({"skipped_attention": [9]}, "names layers"),
+        ({"skipped_attention": [9]}, "contains the layers"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(config: dict[str, Any], message: str) -> None:

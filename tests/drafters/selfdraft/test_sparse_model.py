@@ -253,7 +253,7 @@ def test_beside_a_method_that_needs_a_model_it_drafts_with_the_target_unless_tol
 
 @pytest.mark.parametrize("key", [{"quantize_draft": True}, {"skipped_attention": [1]}])
 def test_forms_of_the_target_are_refused_beside_another_model(key: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="make a drafter of the target, and model names another one"):
+    with pytest.raises(ConfigError, match="turn the target into a drafter, and model names another drafter"):
         SpeculativeConfig.parse({"method": "sparse_kv", "model": "zoo:tiny", **key})
 
 

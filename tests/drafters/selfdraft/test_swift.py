@@ -190,8 +190,8 @@ def test_the_users_set_is_where_the_search_begins() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"exit_layer": 1}, "leaves out some sublayers, not all"),
-        ({"skipped_attention": [0]}, "leaves out some sublayers, not all"),
+        ({"exit_layer": 1}, "skips some but not all sublayers"),
+        ({"skipped_attention": [0]}, "skips some but not all sublayers"),
         ({"skipped_attention": [9]}, "has 0..5"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Drafters that are small networks over the target's own features."""
+"""Drafters that use small networks over the target's own features."""

@@ -1,9 +1,9 @@
-"""EAGLE, EAGLE-2 and EAGLE-3: a head that is fed its own predictions of what the target computes.
+"""Drafting with EAGLE, EAGLE-2 and EAGLE-3: a head that is fed its own predictions of the target's features.
 
-A head of generation 1 extrapolates the last hidden state, one of generation 3 fuses three layers; a checkpoint tells
-which it is. Methods ``eagle`` and ``eagle2`` are two uses of the former, in a static tree and in one that grows where
-the head is sure; ``eagle3`` grows trees with the latter.
-"""
+A head of generation 1 extrapolates the last hidden state, and a head of generation 3 fuses three layers. The
+checkpoint determines the generation. The methods ``eagle`` and ``eagle2`` use a head of generation 1, the former in a
+static tree and the latter in a tree that grows where the head is confident. ``eagle3`` grows trees with a head of
+generation 3."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ from foredraft.model.nodes import FlatNodes, Nodes
 from foredraft.native import library as kernels_of
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
-"""How often the candidate of each rank is right at each depth, for the tree where none is given. First ranks are about
-those of the published heads, which lose little from depth to depth; the others are assumed."""
+"""Probability that the candidate of each rank is right at each depth, for the default tree.
+
+The first ranks are about those of the published heads, which lose little from depth to depth. The others are assumed.
+"""
 
 MAX_DEPTH = 64
-"""Of a tree: one head drafts as deep as it is asked to, and nobody can want more."""
+"""Largest depth of a static tree. One head can draft to any depth, so this is only a sanity limit."""
 
 MOST_CAP = 60
-"""Levels of a draft that is grown in one call."""
+"""Largest number of levels of a draft that is grown in one call."""
 
 MOST_GROWN = 16
-"""Rows that are grown one after the other, each in one call; more are fed together, level by level."""
+"""Largest number of rows that are grown one by one, each in one call; more are fed together, level by level."""
 
 SMALL_BYTES = 20e6
-"""Of a head that stays in caches: larger ones are read for all rows together, level by level (8 rows of a head of 10
-MB took half as long one by one, 2 of one of 40 MB a fifth longer)."""
+"""Largest size of a head that stays in the CPU's caches. Larger heads run for all rows together, level by level. With a
+head of 10 MB, 8 rows took half as long one by one; with a head of 40 MB, 2 rows took a fifth longer."""
 
 PUBLISHED: dict[tuple[int, int, int], dict[int, tuple[str, ...]]] = {
     (4096, 32, 32000): {1: ("yuhuili/EAGLE-Vicuna-7B-v1.3", "yuhuili/EAGLE-llama2-chat-7B")},
@@ -68,43 +70,44 @@ PUBLISHED: dict[tuple[int, int, int], dict[int, tuple[str, ...]]] = {
         3: ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",),
     },
 }
-"""(hidden size, layers, vocabulary) of targets -> generation -> hub ids of heads for one of this size.
+"""Hub ids of heads by (hidden size, layers, vocabulary) of the target, then by generation.
 
-Others do not fit. Provenance: the README of SafeAILab/EAGLE (2026-02-19).
+Heads for other sizes do not fit. Provenance: the README of SafeAILab/EAGLE (2026-02-19).
 """
 
 MOST_OWED = 32
-"""Committed tokens of a row whose entries are made later, with the next draft."""
+"""Largest number of committed tokens of a row whose cache entries are deferred to the next draft."""
 
 LEAST_MASS = 0.05
-"""Chances of the nodes of a level together, below which it has no children: a further level takes about a fiftieth of a
-step on a CPU, and would bring fewer tokens than that time does."""
+"""Total probability of the nodes of a level below which the level is not expanded. On a CPU a further level takes about
+a fiftieth of a step, so it would gain fewer tokens than that time is worth."""
 
 
 class EagleDrafter(HeadDrafter):
-    """Drafts with a head of EAGLE, a static tree or one that takes shape by what the head is sure of.
+    """Drafter with an EAGLE head, in a static tree or in one whose shape follows the head's confidence.
 
     Source: EAGLE (Li et al. 2024, arXiv:2401.15077), whose tree is ``speculative_token_tree="eagle"``; EAGLE-2 (Li et
-    al. 2024, arXiv:2406.16858) for trees that grow; EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviations: where the
-    target draws tokens, siblings share its noise under "match" (see `Growth`); "standard" draws as published; children,
-    frontier and final nodes have limits of their own.
+    al. 2024, arXiv:2406.16858) for dynamic trees; EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviations: if the
+    target samples, siblings share its noise under "match" (see `Growth`), and "standard" draws as published; children,
+    frontier and final nodes have separate limits.
 
-    The head has a cache of its own, which between steps has one entry per committed token of a row. Entry t is made of
-    what the target computed after token t, and of token t + 1: what a head itself has predicted never stays. Drafted
-    nodes are fed behind the entries while a draft grows, and forgotten. Where the head runs in the library's own
-    kernels, entries of steps are made as late as they are needed: with the next draft. The kernels take calls of few
-    nodes, and modules the others, but for heads in float32: their modules would keep keys in another dtype.
+    The head has its own cache, which between steps has one entry per committed token of a row. Entry t is computed
+    from the target's feature after token t and from token t + 1. Entries from the head's own predictions are never
+    kept: drafted nodes are fed behind the entries while a draft grows, and then rolled back. If the head runs in the
+    library's native kernels, the entries of a step are deferred to the next draft. The kernels run calls with few
+    nodes, and PyTorch modules run the others. Heads in float32 always use the kernels, because their modules would
+    store keys in another dtype.
 
     Args:
-      head: on the device of the target, in its dtype.
-      target: whose features it reads.
-      vocabulary: tokens that may be drafted, of a head without an output layer of its own; None for all.
+      head: head on the device of the target, in the target's dtype.
+      target: target whose features the head reads.
+      vocabulary: tokens that may be drafted, for a head without its own output layer; None for all.
       growth: arguments of `Growth`.
 
     Attributes:
-      native: the head in the library's own kernels; None where it runs as a module.
+      native: head in the library's native kernels; None if it runs as a PyTorch module.
 
-    Exactness: lossless for any head, but for acceptance="typical".
+    Exactness: lossless for any head, except for acceptance="typical".
     Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
     Cost: a step runs the head once over the committed tokens and once per further level, for all rows together.
     """
@@ -125,9 +128,9 @@ class EagleDrafter(HeadDrafter):
         self.native = int8_head(head, target, self._output_layer)
         self._is_alone = head.dtype == torch.float32
         self.cache = ragged.KVCache(head.shape.num_layers, device=target.device)
-        self._nodes_fed: FedNodes  # of drafts that grow
-        self._fed: torch.Tensor  # (M, H), of the level that was fed last
-        self._number_of: list[dict[int, int]] = []  # by draft, of the nodes of this level
+        self._nodes_fed: FedNodes  # while drafts grow
+        self._fed: torch.Tensor  # (M, H), outputs of the level that was fed last
+        self._number_of: list[dict[int, int]] = []  # per draft, row in _fed by node of this level
 
     def needs(self, target: CausalLM, cache: ragged.KVCache) -> Needs:
         shape = self.head.shape
@@ -151,16 +154,18 @@ class EagleDrafter(HeadDrafter):
             self._end(rows, results)
 
     def _owe(self, row: Row, stream: torch.Tensor, num_emitted: int) -> None:
-        """Make the entries of the newest committed tokens later."""
+        """Defer the cache entries of the newest committed tokens."""
         start, state = len(row.token_ids) - 1 - num_emitted, self.state_of(row)
         if not state.owed:
             state.first = start
-        state.owed.append(stream.clone() if len(self.head.shape.streams) == 1 else stream)  # one is of the forward
+        state.owed.append(
+            stream.clone() if len(self.head.shape.streams) == 1 else stream
+        )  # a single stream is a view of the forward's output
         if start + len(stream) - state.first >= MOST_OWED:
             self.settle([row])
 
     def _inputs_of(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
-        """Streams of the target at nodes, side by side: (n, streams * H of the target)."""
+        """Return the target's streams at nodes, side by side: (n, streams * H of the target)."""
         shape = self.head.shape
         parts = [
             features.last_hidden(nodes) if layer == shape.num_layers_of_target else features.layer_input(layer, nodes)
@@ -169,7 +174,7 @@ class EagleDrafter(HeadDrafter):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _take_in(self, rows: Sequence[Row], inputs: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Make entries of the next committed tokens of rows, side by side where they lie together."""
+        """Compute the cache entries of the next committed tokens of rows, with neighbouring rows batched."""
         given = {}
         for row, stream, start in zip(rows, inputs, starts, strict=True):
             self.cache.rollback([start], row.slot)
@@ -200,11 +205,13 @@ class EagleDrafter(HeadDrafter):
         chains: Sequence[Sequence[int]],
         streams: Sequence[torch.Tensor | None],
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Make and commit entries of neighbouring rows by the kernels, as many at a time as one call is to take.
+        """Compute and commit cache entries of neighbouring rows with the kernels, as many per call as a call may take.
 
         Args:
-          chains: by row, the next tokens; none of rows that lie between.
-          streams: by row (n, streams * H of the target), of those that have tokens.
+          native: head in the kernels.
+          slots: slots of the rows.
+          chains: per row, its next tokens; empty for rows in between.
+          streams: per row with tokens, (n, streams * H of the target).
 
         Yields: slots, and outputs (H,) of the newest entries.
         """
@@ -236,17 +243,19 @@ class EagleDrafter(HeadDrafter):
             self._nodes_fed.close()
 
     def _grows_by_rows(self, num_rows: int) -> bool:
-        """Whether reading the head anew for every row takes less than what feeding rows together costs."""
+        """Return whether reading the head once per row takes less time than feeding the rows together."""
         native = self.native
         return num_rows == 1 or (native is not None and native.num_bytes <= SMALL_BYTES and num_rows <= MOST_GROWN)
 
     def _grows_at_once(self, draft: GrowingDraft) -> bool:
-        """Whether a draft can be grown by the library's own kernels: by the head and by noise alone."""
+        """Return whether the kernels can grow a draft in one call; this needs a draft that depends on head and noise
+        alone.
+        """
         has_room = draft.cap <= MOST_CAP and self.growth.is_unconditional
         return self.native is not None and has_room and self.growth.ranks_by_scores(draft.row.sampler)
 
     def grow_at_once(self, draft: GrowingDraft) -> None:
-        """Grow the draft of a row in one call of the library's own kernels, which makes entries that are owed."""
+        """Grow the draft of a row in one call of the kernels, which also computes the deferred cache entries."""
         assert self.native is not None
         row, slot, count = draft.row, draft.row.slot, 0
         state, owed = self.state_of(row), None
@@ -276,7 +285,7 @@ class EagleDrafter(HeadDrafter):
         self.cache.commit([range(count)], slot)
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Logits after the pending tokens, of states that were made when these became known."""
+        """Return logits after the pending tokens, from states that were computed when these tokens became known."""
         return self.logits(self.first(drafts))
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
@@ -284,7 +293,9 @@ class EagleDrafter(HeadDrafter):
         return self.logits(self.feed(drafts, are_chains=self.growth.drafts_chains))
 
     def first(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Begin drafts, in the order of their slots: the outputs (B, H) of the entries that hold the pending tokens."""
+        """Begin drafts, in the order of their slots; returns the outputs (B, H) of the entries with the pending
+        tokens.
+        """
         rows = [draft.row for draft in drafts]
         self.settle(rows)
         self._nodes_fed = FedNodes(self.cache, drafts)
@@ -294,7 +305,7 @@ class EagleDrafter(HeadDrafter):
         return self._fed
 
     def feed(self, drafts: Sequence[GrowingDraft], *, are_chains: bool = False) -> torch.Tensor:
-        """Run the frontier of every draft, each node with the output of its parent: outputs (M, H), draft by draft."""
+        """Run the frontier of every draft, each node with its parent's output; returns (M, H), draft by draft."""
         counts = [len(draft.frontier) for draft in drafts]
         width = max(1, *counts)
         above = [
@@ -324,7 +335,7 @@ class EagleDrafter(HeadDrafter):
         return self._fed
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """(..., H) -> (..., V_d)."""
+        """Return logits (..., V_d) of outputs (..., H)."""
         if (native := self._kernels_for(outputs.shape[:-1].numel())) is not None:
             return native.logits(outputs)
         with torch.inference_mode():
@@ -338,11 +349,11 @@ class EagleDrafter(HeadDrafter):
         return layer
 
     def _kernels_for(self, num_nodes: int) -> Int8Head | None:
-        """The kernels, where a call of so many nodes is for them."""
+        """Return the kernels if they should run a call with this many nodes, else None."""
         return self.native if num_nodes > 0 and (self._is_alone or num_nodes <= MOST_NODES) else None
 
     def _buffers(self, first_row: int, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of neighbouring rows for the kernels, with room for so many more columns."""
+        """Return keys and values of neighbouring rows for the kernels, with room for ``width`` more columns."""
         self.cache.open(first_row, num_rows, max(width, 1))
         (layer,) = self.cache.layers
         if not layer.is_initialized:
@@ -356,8 +367,12 @@ class EagleDrafter(HeadDrafter):
         """Run nodes behind the committed columns of neighbouring rows.
 
         Args:
-          given: (B, N, ...), streams of the target where ``is_true``, else features that the head predicted.
-        Returns: (B, N, H); of padding anything.
+          nodes: nodes of the rows.
+          given: (B, N, ...), streams of the target if ``is_true``, else features that the head predicted.
+          first_row: first of the rows.
+          is_true: True for features of the target.
+
+        Returns: (B, N, H); values at padding are undefined.
         """
         with torch.inference_mode():
             return self._outputs(nodes, given, first_row, is_true)
@@ -373,7 +388,7 @@ class EagleDrafter(HeadDrafter):
         visible = None if nodes.is_one_token else self._masks.visible(nodes, starts, columns, counts)
         mask = None if visible is None else self._masks.formatted(visible)
         tokens = nodes.tokens
-        # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
+        # NaN would stay in the cache behind the committed columns, and a masked sum with it is NaN (0 * NaN)
         given = torch.nan_to_num(given)
         if flat is not None:
             tokens, own, given = (flat.listed(values)[None] for values in (tokens, own, given))
@@ -390,9 +405,10 @@ class EagleDrafter(HeadDrafter):
 
 
 def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> Int8Head | None:
-    """The head as the kernels run it; None where it runs as a module.
+    """Return the head for the native kernels, or None if it runs as a PyTorch module.
 
-    Heads that were made in memory run as modules, since their weights may still change; so do those of eager targets.
+    Heads that were made in memory run as modules, because their weights may still change. So do heads of eager
+    targets.
     """
     if target.execution.kind == "eager" or not is_frozen(head) or target.device.type != "cpu":
         return None
@@ -405,7 +421,7 @@ def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> Int
 
 
 def build(options: EagleOptions | Eagle2Options, context: DrafterContext) -> EagleDrafter:
-    """Drafts with the head that the config names."""
+    """Make the drafter with the head that the config names."""
     target = context.target
     if isinstance(options, EagleOptions):
         context.check_trees(options.method)
@@ -419,7 +435,7 @@ def build(options: EagleOptions | Eagle2Options, context: DrafterContext) -> Eag
 
 
 def eagle_head(options: EagleOptions | Eagle2Options, context: DrafterContext, generation: int) -> EagleHead:
-    """The head of this generation that the config names, fitted to the target.
+    """Return the head of this generation that the config names, checked against the target.
 
     Raises: ConfigError, CheckpointError; see `load_head`.
     """
@@ -437,7 +453,7 @@ def eagle_head(options: EagleOptions | Eagle2Options, context: DrafterContext, g
 
 
 def _facts(context: DrafterContext) -> TargetFacts:
-    """What a head must fit."""
+    """Return the properties of the target that a head must fit."""
     target = context.target
     eos = getattr(context.tokenizer, "eos_token_id", None)
     return TargetFacts(

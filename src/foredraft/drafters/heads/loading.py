@@ -1,4 +1,4 @@
-"""Loads heads, and the static trees of those that draft in one."""
+"""Loading of heads, and of the static trees for heads that draft in one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_width
 
 DEFAULT_NODES = {"float32": 8, "half": 16, "accelerator": 64}
-"""Nodes of the tree, root included, where nothing is said: as many as are cheap to verify. On a CPU a forward over 16
-takes 1.1 to 1.5 times as long as over one, and over 64 two to three times; see docs/methods/token_recycling.md."""
+"""Default number of nodes of a tree, root included: as many as are cheap to verify.
+
+On a CPU, a forward pass over 16 tokens takes 1.1 to 1.5 times as long as one over a single token, and a forward pass
+over 64 tokens two to three times as long; see docs/methods/token_recycling.md.
+"""
 
 
 def static_tree(options: HeadOptions, target: CausalLM, accuracies: list[list[float]], num_heads: int) -> RankTree:
-    """The tree that is drafted.
+    """Return the static tree for drafting.
 
     Args:
-      accuracies: usual ones of such heads, for the tree where none was given.
-      num_heads: how deep they can draft.
+      options: options with the configured tree, if any.
+      target: target of the drafter.
+      accuracies: typical accuracies of such heads, for the default tree.
+      num_heads: largest depth that the heads can draft.
 
-    Raises: ConfigError for a tree that is deeper than there are heads, or has too many siblings for the vocabulary.
+    Raises: ConfigError for a tree that is deeper than the number of heads, or has more siblings than the vocabulary.
     """
     if options.speculative_token_tree is None:
         most_nodes = options.max_draft_nodes or default_nodes(target)
@@ -41,18 +46,19 @@ def static_tree(options: HeadOptions, target: CausalLM, accuracies: list[list[fl
     if given.depth > num_heads:
         raise ConfigError(
             f"the tree {given.name!r} is {given.depth} levels deep, and there are {num_heads} heads, one per "
-            "level; choose another tree, or leave speculative_token_tree out"
+            "level; choose a shallower tree, or leave speculative_token_tree out"
         )
     widest = max(path[-1] for path in given.paths) + 1
     if widest > target.vocab_size:
         raise ConfigError(
-            f"the tree {given.name!r} has {widest} siblings, and the vocabulary {target.vocab_size} tokens; narrow it"
+            f"the tree {given.name!r} has {widest} siblings, and the vocabulary has {target.vocab_size} tokens; choose "
+            "a narrower tree"
         )
     return given
 
 
 def default_nodes(target: CausalLM) -> int:
-    """Nodes of the tree where nothing is said, root included."""
+    """Return the default number of nodes of a tree, root included."""
     if target.device.type != "cpu":
         return DEFAULT_NODES["accelerator"]
     return DEFAULT_NODES["half" if target.dtype.itemsize == 2 else "float32"]
@@ -70,17 +76,18 @@ def load_head(
     read: Callable[[Checkpoint], tuple[Head, Sequence[str]]],
     published: Sequence[str] = (),
 ) -> Head:
-    """The head that a config names; loaded once, and kept for the drafters to come.
+    """Return the head that a config names, loaded once and kept for later drafters.
 
     Args:
-      options: of a method whose ``model`` is a head: a folder, a hub id or a loaded one; without one, the head that a
-        target of the zoo brings along is taken.
-      kind: the class of loaded ones.
-      read: makes the head of a checkpoint, and says where its config was wrong.
-      published: hub ids of heads for targets of this size.
+      options: options of a method whose ``model`` is a head: a folder, a hub id or a loaded head. Without ``model``,
+        the head that is included with a zoo target is used.
+      context: target of the drafter, and kept objects.
+      kind: class of loaded heads.
+      read: function that makes a head from a checkpoint, and returns notes on errors in its config.
+      published: hub ids of heads for targets of this size, for messages.
 
-    Raises: ConfigError where none is named, or a loaded one does not fit the target's device or dtype; CheckpointError
-      for a checkpoint that does not fit; UnsupportedModelError for a target that no head fits.
+    Raises: ConfigError if no head is named, or a loaded one is on another device or in another dtype than the target;
+    CheckpointError for a checkpoint that does not fit; UnsupportedModelError for a target that no head fits.
     """
     target, given, method = context.target, options.model, options.method
     check_width(target.name, target.shadow)
@@ -89,22 +96,24 @@ def load_head(
     if given is None:
         known = f"; published for targets of this size: {', '.join(published)}" if published else ""
         raise ConfigError(
-            f"method {method!r} needs a head that was trained for this target{context.brings_none}; give model, a "
+            f"method {method!r} needs a head that was trained for this target{context.brings_none}; set model to a "
             f"folder or hub id{known}"
         )
     if options.dtype is not None and str(options.dtype).removeprefix("torch.") != name_of(target):
-        raise ConfigError(f"dtype is {options.dtype!r}, and a head runs in that of its target, {name_of(target)}")
+        raise ConfigError(
+            f"dtype is {options.dtype!r}, and a head runs in that of its target, {name_of(target)}; leave dtype out"
+        )
     if isinstance(given, kind):
         parameter = next(given.parameters())
         if (parameter.dtype, parameter.device) != (target.dtype, target.device):
             raise ConfigError(
-                f"the head is {parameter.dtype} on {parameter.device}, and its target {target.dtype} on "
-                f"{target.device}; move it with head.to(...)"
+                f"the head is in {parameter.dtype} on {parameter.device}, and its target is in {target.dtype} on "
+                f"{target.device}; convert it with head.to(...)"
             )
         return given
     if not isinstance(given, str) and not hasattr(given, "__fspath__"):
         raise ConfigError(
-            f"model is {type(given).__name__}, and method {method!r} drafts with a head; give a folder, a hub id or a "
+            f"model is a {type(given).__name__}, and method {method!r} needs a head; give a folder, a hub id or a "
             f"{kind.__name__}"
         )
     return context.keep((kind.__name__, str(given), options.revision), lambda: _loaded(given, options, target, read))
@@ -123,41 +132,46 @@ def _loaded(
         parameter.requires_grad_(False)
     if target.execution.kind != "eager":
         pack(head)
-    level = logging.DEBUG if options.model is None else logging.INFO  # one on board is in the load line
-    logger.log(level, "%s: a head of %.1f M parameters for method %s", found.name, num_parameters / 1e6, options.method)
+    level = logging.DEBUG if options.model is None else logging.INFO  # an included head is in the load line
+    logger.log(
+        level, "%s: loaded a head of %.1f M parameters for method %s", found.name, num_parameters / 1e6, options.method
+    )
     for note in notes:
         logger.info("%s: %s", found.name, note)
     return head
 
 
 def check_sizes(found: Checkpoint) -> None:
-    """Refuse tensors that no layer has: those of no number, and of one without a dimension.
+    """Check that no tensor is empty or a single number, because no layer has such tensors.
 
-    Raises: CheckpointError, naming them.
+    Raises: CheckpointError, naming the tensors.
     """
     odd = [name for name, shape in found.shapes.items() if 0 in shape or not shape]
     if odd:
         shown = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
-        raise CheckpointError(f"tensors of {found.name} are empty or a single number: {shown}; download it again")
+        raise CheckpointError(
+            f"{found.name} is damaged: these tensors are empty or a single number: {shown}; download it again"
+        )
 
 
 def check_kind(found: Checkpoint, method: str) -> None:
-    """Refuse a head of another kind than the method drafts with; what no method knows is left to the layout's reader.
+    """Check that a head is of the method's kind; a head that no method recognizes is left to the layout's reader.
 
-    Raises: ConfigError, naming the method of that head.
+    Raises: ConfigError, naming the method of the head.
     """
     known = recognized_in(found.config, frozenset(found.tensors))
     if known is not None and known.head != methods()[method].head:
         raise ConfigError(
-            f"{found.name} holds heads of {known.head!r}, and method {method!r} drafts with those of "
-            f"{methods()[method].head!r}; use method {known.name!r}, or name other heads"
+            f"{found.name} contains {known.head!r} heads, and method {method!r} needs {methods()[method].head!r} "
+            f"heads; use method {known.name!r}, or other heads"
         )
 
 
 def pack(head: nn.Module) -> None:
-    """Run the linear layers of a head that nobody else holds by the library's own kernels, as those of the target are.
+    """Run the linear layers of a head in the library's native kernels, as the target's are, unless they are shared
+    elsewhere.
 
-    Layers that are given the same tensor become one product, which reads them in one call.
+    Layers with the same input become one product, which reads the input in one call.
     """
     packable = set(packing.packable(head))
     together: list[Sequence[nn.Module]] = []
@@ -175,5 +189,5 @@ def pack(head: nn.Module) -> None:
 
 
 def name_of(target: CausalLM) -> str:
-    """``torch.bfloat16`` -> ``bfloat16``."""
+    """Return the name of the target's dtype, such as ``bfloat16``."""
     return str(target.dtype).removeprefix("torch.")

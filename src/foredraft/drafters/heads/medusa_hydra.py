@@ -1,7 +1,8 @@
-"""Medusa, Hydra and Hydra++: several heads, each of which guesses one of the next tokens; a static tree of guesses.
+"""Drafting with Medusa, Hydra and Hydra++: several heads, each of which guesses one of the next tokens, in a static
+tree.
 
-Medusa's heads do not see one another. Hydra's are each given the path that they continue, so that every path is of one
-piece; those of Hydra++ are deeper, and read what a layer of their own makes of the whole text.
+Medusa heads are independent of one another. Each Hydra head reads the path that it continues, so that the tokens of a
+path fit together. Hydra++ heads are deeper, and read the output of an additional layer that attends to the whole row.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ MEDUSA_ACCURACIES = [
     [0.15, 0.06, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008, 0.007],
     [0.12, 0.05, 0.03, 0.02, 0.018, 0.015, 0.012, 0.01, 0.008, 0.007],
 ]
-"""How often the candidate of each rank is right, by head. First ranks and the sum of the first five of head 0 are those
-of the published training log of Medusa v0.1 (Vicuna-7B); the others are assumed to fall off alike."""
+"""Probability that the candidate of each rank is right, by head.
+
+The first ranks and the sum of the first five ranks of head 0 are from the published training log of Medusa v0.1
+(Vicuna-7B). The others are assumed to decrease in the same way.
+"""
 
 HYDRA_ACCURACIES = [
     [share * scale for share in (0.62, 0.12, 0.06, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008)]
     for scale in (1.0, 0.95, 0.9, 0.85, 0.8)
 ]
-"""How often the candidate of each rank is right where what stands before it is, by depth: assumed, since no such table
-was published."""
+"""Probability by depth that the candidate of each rank is right if its ancestors are right. Assumed, because no such
+table was published."""
 
 PUBLISHED = {
     "medusa": {
@@ -58,26 +62,27 @@ PUBLISHED = {
         (6656, 60, 32000): ("ankner/hydra-vicuna-33b-v1.3",),
     },
 }
-"""(hidden size, layers, vocabulary) of targets -> hub ids of heads for one of this size; others do not fit."""
+"""Hub ids of heads by (hidden size, layers, vocabulary) of the target; heads for other sizes do not fit."""
 
 
 class MultiHeadDrafter(HeadDrafter):
-    """A static tree from heads that each guess one of the next tokens.
+    """Drafter of a static tree from heads that each guess one of the next tokens.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); Hydra (Ankner et al. 2024, arXiv:2402.05109), with its prefix
-    layer where the heads have one (Hydra++). Deviations: heads run on the last accepted node alone, not on all nodes of
-    the tree; paths are followed from parent to child, without padding; under sampling the candidates are drawn with the
-    target's own noise, which keeps the target's distribution and tokens; the prefix layer has a cache of its own.
+    layer for Hydra++ heads. Deviations: heads run on the last accepted node alone, not on all nodes of the tree; paths
+    are followed from parent to child, without padding; in sampled rows the candidates are drawn with the target's own
+    noise, which preserves the target's distribution and tokens; the prefix layer has a cache of its own.
 
     Args:
-      heads: see `MedusaHeads` and `HydraHeads`; on the device of the target.
-      num_target_layers: of the target, for heads that read an earlier hidden state than the last one.
+      heads: heads on the device of the target; see `MedusaHeads` and `HydraHeads`.
+      num_target_layers: number of layers of the target, for heads that read an earlier hidden state than the last one.
       growth: arguments of `Growth`.
 
-    Exactness: lossless for any heads, but for acceptance="typical".
+    Exactness: lossless for any heads, except for acceptance="typical".
     Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
-    Cost: one pass over the heads that the tree is deep, for all rows together: at once (Medusa), or a head per level
-    for the nodes of all rows; with a prefix layer, that layer once over all tokens, and its keys and values.
+    Cost: one pass over as many heads as the tree has levels, for all rows together: all heads at once (Medusa), or one
+    head per level for the nodes of all rows (Hydra). With a prefix layer, that layer runs once over all tokens, and
+    its keys and values are stored.
     """
 
     def __init__(self, heads: MultiHeads, num_target_layers: int, **growth: Any) -> None:
@@ -86,19 +91,21 @@ class MultiHeadDrafter(HeadDrafter):
         self.reach = heads.num_heads
         self.growth = Growth(vocabulary=heads.vocabulary, **growth)
         self._layer = num_target_layers - heads.offset if heads.offset else None
-        self.cache = ragged.KVCache(1, device=heads.device)  # of the prefix layer; column t holds token t
+        self.cache = ragged.KVCache(1, device=heads.device)  # of the prefix layer; column t is token t
         self._embed: Any = None
         self._output: OutputLayer | None = None
-        self._inputs: torch.Tensor  # (M, (depth + 1) H), of the level that was fed last
-        self._number_of: list[dict[int, int]] = []  # by draft, of the nodes of this level
+        self._inputs: torch.Tensor  # (M, (depth + 1) H) of the level that was fed last
+        self._number_of: list[dict[int, int]] = []  # per draft, row in _inputs by node of this level
 
     def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
-        """What head ``depth`` says along a text that is known, given the tokens that stand before its guesses.
+        """Return the logits of head ``depth`` along a known token sequence, given the tokens before each of its
+        guesses.
 
         Args:
-          states: (T, H), what heads read of the target after the tokens.
-          token_ids: (T,) of these tokens.
-          first: place from which on it is asked.
+          depth: index of the head.
+          states: (T, H), target states after the tokens that the heads read.
+          token_ids: (T,), the tokens.
+          first: first position to evaluate.
 
         Returns: logits (T - 2 - depth - first, V); row i guesses token first + i + 2 + depth.
         """
@@ -125,11 +132,11 @@ class MultiHeadDrafter(HeadDrafter):
     # -- states ------------------------------------------------------------------------------------------------
 
     def _inputs_of(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
-        """Hidden states of the target, the last ones or earlier ones: (n, H)."""
+        """Return hidden states of the target, from the last or an earlier layer: (n, H)."""
         return features.last_hidden(nodes) if self._layer is None else features.layer_input(self._layer, nodes)
 
     def _take_in(self, rows: Sequence[Row], inputs: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Keep the last states; with a prefix layer, what it makes of them."""
+        """Store the last states, or the prefix layer's outputs for them."""
         prefix = self.heads.prefix
         if prefix is None:
             super()._take_in(rows, inputs, starts)
@@ -144,12 +151,12 @@ class MultiHeadDrafter(HeadDrafter):
                 self.state_of(given[slot][0]).last = output
 
     def _prefixed(self, prefix: PrefixLayer, states: Sequence[torch.Tensor], first_slot: int) -> list[torch.Tensor]:
-        """Feed the next states of neighbouring rows to the prefix layer; the last output (H,) of each."""
+        """Feed the next states of neighbouring rows to the prefix layer; returns the last output (H,) of each row."""
         counts = list(map(len, states))
         width = max(counts)
         device = self.cache.device
         hidden = torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)  # (B, width, H)
-        # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
+        # NaN would stay in the cache behind the committed columns, and a masked sum with it is NaN (0 * NaN)
         hidden = torch.nan_to_num(hidden)
         starts = torch.tensor(self.cache.row_lengths(first_slot, len(states)), device=device)[:, None]
         positions = starts + torch.arange(width, device=device)  # (B, width)
@@ -169,13 +176,13 @@ class MultiHeadDrafter(HeadDrafter):
         self.growth.fill(drafts, self.heads(hidden, max(draft.cap for draft in drafts), self._output))
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """What the first head says after the pending tokens."""
+        """Return the logits of the first head after the pending tokens."""
         self._inputs = self.last_of([draft.row for draft in drafts])
         self._number_of = [{-1: number} for number in range(len(drafts))]
         return self.expand(drafts)
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """What the head of this level says after every node, given the path that leads there."""
+        """Return the logits of this level's head after every node, given the path to the node."""
         nodes = [(i, draft, node) for i, draft in enumerate(drafts) for node in draft.frontier]
         above = [self._number_of[i][draft.parents[node]] for i, draft, node in nodes]
         tokens = torch.tensor([draft.tokens[node] for _, draft, node in nodes], device=self._inputs.device)
@@ -188,9 +195,10 @@ class MultiHeadDrafter(HeadDrafter):
 
 
 def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> MultiHeadDrafter:
-    """Drafts with the heads that the config names.
+    """Make the drafter with the heads that the config names.
 
-    Raises: ConfigError for heads with a prefix layer where the method is Hydra, and without one where it is Hydra++.
+    Raises: ConfigError for Hydra heads with a prefix layer if the method is "hydra", and without one if it is
+    "hydra++".
     """
     target, of_medusa = context.target, isinstance(options, MedusaOptions)
     context.check_trees(options.method)
@@ -204,11 +212,11 @@ def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> Mul
 
     heads = load_head(options, context, MedusaHeads if of_medusa else HydraHeads, read, known)
     if heads.kind != options.method:
-        raise ConfigError(f"these are heads of {heads.kind!r}, not of {options.method!r}; name that as the method")
+        raise ConfigError(f"these are {heads.kind!r} heads, not {options.method!r} heads; set method={heads.kind!r}")
     if heads.offset > target.num_layers:
         raise ConfigError(
             f"hidden_state_offset of these heads is {heads.offset}, and the target has {target.num_layers} layers; "
-            "correct their config, or name heads of this target"
+            "correct their config, or use heads for this target"
         )
     vocabulary = chosen_vocabulary(options, context)
     if vocabulary is not None:
@@ -218,11 +226,14 @@ def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> Mul
 
 
 def _reduced(heads: MultiHeads, vocabulary: DraftVocabulary, context: DrafterContext) -> MultiHeads:
-    """The heads with output layers for some tokens alone, made once.
+    """Return the heads with output layers for some tokens only, made once.
 
-    Raises: ConfigError for heads that have chosen their tokens already.
+    Raises: ConfigError for heads that already have a reduced vocabulary.
     """
     if heads.vocabulary is not None:
-        raise ConfigError(f"these heads know {len(heads.vocabulary)} tokens only; leave draft_vocabulary out")
+        raise ConfigError(
+            f"these heads already have a reduced vocabulary of {len(heads.vocabulary)} tokens; leave draft_vocabulary "
+            "out"
+        )
     key = ("reduced", id(heads), tuple(vocabulary.target_ids.tolist()))
     return context.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))

@@ -1,4 +1,5 @@
-"""Jacobi decoding: guess a block, let one forward correct all of it at once, and go on with the corrections."""
+"""Jacobi decoding: guess a block of tokens, let one forward pass correct all of them, and continue with the
+corrections."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from foredraft.tree import DraftTree
 
 
 def prompt_tokens(row: Row) -> Iterator[int]:
-    """Tokens of a row's prompt, drawn at random, without end.
+    """Yield tokens drawn at random from a row's prompt, without end.
 
-    Randomness: the draft stream of the row's seed, apart from every number that decides what is emitted.
+    Randomness: the draft stream of the row's seed, which is independent of all numbers that decide emitted tokens.
     """
     for draw in count():
         key = noise.stream_key(row.seed, draw, 0, noise.Purpose.DRAFT)
@@ -29,32 +30,33 @@ def prompt_tokens(row: Row) -> Iterator[int]:
 
 
 def random_token(seed: int, vocab_size: int, position: int, node: int = 0) -> int:
-    """A token of the whole vocabulary, for a position of a text or a node of the draft that begins there.
+    """Draw a token of the whole vocabulary for a position of a row, or for a node of the draft that begins there.
 
-    Randomness: the draft stream of the seed of a row, keyed by position and node, so that what is drafted again gets
-    the same token whatever ran beside it; every token is as likely as any other.
+    Randomness: the draft stream of the row's seed, keyed by position and node. The same draft gets the same token
+    again, whatever runs beside it. All tokens are equally likely.
     """
     key = noise.stream_key(seed, position, node, noise.Purpose.DRAFT)
     return int(noise.uniform(key) * vocab_size)
 
 
 class JacobiDrafter(PlannedDrafter["Guesses"]):
-    """A chain of guesses, each replaced in every step by what the target says after the guesses before it.
+    """Drafter of a chain of guesses; each step replaces a guess by the target's choice after the guesses before it.
 
     Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427; Song et al. 2021, arXiv:2002.03629). Deviations:
-    the block slides, so that it never waits for its last tokens; a position is refreshed with the choice that the
-    row's noise makes there, not with the argmax, so that it converges to the sampled text too.
+    the block slides, so that it never waits for its last tokens; a guess is replaced by the choice of the row's noise
+    at that position, not by the argmax, so that the guesses converge to sampled text, too.
 
     Args:
-      vocab_size: of the target; for initial_guess="random".
-      length_policy: instead of the one that the options name.
+      options: keys of the method.
+      vocab_size: vocabulary size of the target, needed for initial_guess="random".
+      length_policy: length policy that replaces the one in the options.
 
     Raises: ConfigError for "random" without a ``vocab_size``.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. A block of m guesses takes at most m
-    steps, since each step settles one more token at least.
-    Randomness: initial guesses of "prompt" and "random" are drawn by the row's seed, apart from every number that
-    decides what is emitted; those of "random" are a function of seed and position.
-    Cost: O(block) per step, whatever the length of the text.
+    steps, since each step makes at least one more token final.
+    Randomness: initial guesses of "prompt" and "random" use the row's seed, independent of all numbers that decide
+    emitted tokens. Those of "random" are a function of seed and position.
+    Cost: O(block) per step, independent of the context length.
     """
 
     facts = DrafterFacts("jacobi")
@@ -69,7 +71,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
         self.options = options or JacobiOptions()
         super().__init__(length_policy or self.options.new_policy(self.options.num_speculative_tokens))
         if self.options.initial_guess == "random" and vocab_size is None:
-            raise ConfigError('initial_guess="random" needs the vocab_size of the target; give it')
+            raise ConfigError('initial_guess="random" needs the vocabulary size of the target; pass vocab_size')
         self._vocab_size = vocab_size or 0
 
     def needs(self, target: CausalLM, cache: KVCache) -> Needs:
@@ -89,7 +91,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
 
 
 class Guesses:
-    """The guesses for the next tokens of one row, starting after the pending one."""
+    """Guesses for the next tokens of one row, starting after the pending token."""
 
     def __init__(self, row: Row, initial_guess: str, vocab_size: int = 0) -> None:
         self._row = row
@@ -98,21 +100,21 @@ class Guesses:
         self._tokens: list[int] = []
 
     def first(self, length: int) -> list[int]:
-        """The first ``length`` guesses, new ones where there are too few."""
+        """Return the first ``length`` guesses, extended by initial guesses where needed."""
         self._tokens += [self._initial(place) for place in range(len(self._tokens), length)]
         return self._tokens[:length]
 
     def refresh(self, choices: Sequence[int], num_emitted: int) -> None:
-        """Take the target's choices for guesses, and drop those for what was emitted meanwhile.
+        """Replace guesses by the target's choices, and remove those for tokens that have been emitted.
 
-        Choice i stands in the place of guess i. With guesses 5 6 7 8, choices 5 6 9 2 1 and three tokens emitted
-        (5 6 9), the guesses are now 2 1.
+        Choice i replaces guess i. With guesses 5 6 7 8, choices 5 6 9 2 1 and three emitted tokens (5 6 9), the new
+        guesses are 2 1.
         """
         tokens = [*choices, *self._tokens[len(choices) :]][num_emitted:]
         self._tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
 
     def drop(self, length: int) -> None:
-        """Forget the first ``length`` guesses."""
+        """Remove the first ``length`` guesses."""
         del self._tokens[:length]
 
     def _initial(self, place: int) -> int:
@@ -124,5 +126,5 @@ class Guesses:
 
 
 def build(options: JacobiOptions, context: DrafterContext) -> JacobiDrafter:
-    """Guesses need nothing but the text."""
+    """Make the drafter, which needs only the target's vocabulary size."""
     return JacobiDrafter(options, vocab_size=context.target.vocab_size)

@@ -1,4 +1,4 @@
-"""Lookahead decoding: parallel Jacobi iterations make n-grams, a pool keeps them, and one tree holds both."""
+"""Lookahead decoding: parallel Jacobi iterations produce n-grams, a pool stores them, and one tree verifies both."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ from foredraft.tree import DraftTree
 
 
 class LookaheadDrafter(ContextDrafter):
-    """Verifies n-grams from a pool that a two-dimensional window of guesses fills on the way.
+    """Drafter of n-grams from a pool, which a two-dimensional window of guesses fills while decoding.
 
     Source: lookahead decoding (Fu et al. 2024, arXiv:2402.02057; hao-ai-lab/LookaheadDecoding). With the paper's N =
     ``num_speculative_tokens`` + 1, W = ``window_size`` and G = ``guess_set_size``, a full step has (W + G) (N - 1)
-    nodes before equal siblings are merged. Deviations: the window goes on with the choices that the row's noise makes
-    at its positions, not with the argmax, so that sampled text is guessed too; guesses form a tree, in which what they
-    share is verified once; a guess that is right to its end is followed by a bonus token; window cells may be accepted
-    like any other node; where steps are governed, drafting without the window is one more way that measured time
-    chooses; guesses are verified while the window fills, too; n-grams of prompt and output enter the pool.
+    nodes before equal siblings are merged.
+
+    Deviations:
+    - The window continues with the choices of the row's noise at its positions, not with the argmax, so that it
+      guesses sampled text, too.
+    - Guesses form a tree, in which common prefixes are verified once.
+    - A guess that is right to its end is followed by a bonus token.
+    - Window cells may be accepted like any other node.
+    - Under a governor, drafting without the window is one more arm that measured time can choose.
+    - Guesses are verified while the window fills, too.
+    - N-grams of prompt and output enter the pool.
 
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: the first level of the
-    window is drawn from the prompt by the row's seed.
-    Cost: O(tree) per step, whatever the length of the text; one n-gram per prompt token at the start. Where only
-    chains can be verified the best guess remains and the window starts over in every step.
+    window is drawn from the prompt with the row's seed.
+    Cost: O(tree) per step, independent of the context length; one n-gram per prompt token at the start. If only chains
+    can be verified, the best guess remains, and the window starts over in every step.
     """
 
     facts = DrafterFacts("lookahead", arms=("lookahead without window", "lookahead"), arm=1)
@@ -81,10 +87,10 @@ class LookaheadDrafter(ContextDrafter):
 
 
 class GuessWindow:
-    """Levels of guesses for future positions; each level is what the target made of the one above it.
+    """Levels of guesses for future positions; each level contains the target's choices after the level above it.
 
-    Column j of level l guesses the token l + j places after the pending one, which is itself column 0 of level 0.
-    A cell of level 0 follows the cells to its left, every other one the cell above it:
+    Column j of level l guesses the token l + j places after the pending token, which is itself column 0 of level 0. A
+    cell of level 0 follows the cells to its left. Every other cell follows the cell above it:
 
         level 0   pending - a1 - a2 - a3
                   |         |    |    |
@@ -92,15 +98,15 @@ class GuessWindow:
                   |         |    |    |
         level 2   c0        c1   c2   c3
 
-    So the window is a tree, and depths in it are the places. Read downwards with what the target says after the last
-    level, a column is an n-gram: (a1, b1, c1 would follow its key a1): a1 -> b1 c1 and the new token.
+    So the window is a tree whose depths are places. A column from top to bottom, continued by the target's choice
+    after the last level, is an n-gram: a1 is the key, and b1, c1 and the new token are its continuation.
 
     Args:
-      size: columns, W.
-      num_levels: levels when it is full, N - 1. It starts with the first one, N - 2 columns wider, and gains a level
-        for a column in each of its first steps.
-      initial: makes tokens for the first level, and for cells that have no other.
-      ends: tokens that end a text; they are never guessed, for nothing could follow them.
+      size: number of columns, W.
+      num_levels: number of levels of a full window, N - 1. The window starts with the first level, N - 2 columns
+        wider, and each of its first steps trades one column for one level.
+      initial: function that makes tokens for the first level, and for cells without another guess.
+      ends: tokens that end a row; they are never guessed, because nothing can follow them.
     """
 
     def __init__(self, size: int, num_levels: int, initial: Callable[[], int], ends: frozenset[int]) -> None:
@@ -116,14 +122,15 @@ class GuessWindow:
         return [self._first, *self._levels]
 
     def add_to(self, draft: GrowingDraft) -> None:
-        """Grow the window below the root."""
+        """Add the window to a draft, below its root."""
         self._walk(draft.child)
 
     def advance(self, tree: DraftTree, choices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Move one step on with the target's tokens (N,) after the nodes of a tree that held this window.
+        """Advance the window by one step with the target's choices (N,) after the nodes of a tree that contains the
+        window.
 
-        Returns: the n-grams of all columns, key first, once the window is full. A column that the tree does not hold
-          to its end (it was cut near the end of a row) gives none.
+        Returns: the n-grams of all columns, key first, once the window is full. A column that the tree contains only
+        in part (it was cut near the end of a row) gives none.
         """
         bottom = self._walk(lambda node, token: None if node is None else tree.child(node, token))
         keys = [tree.tokens[0], *self._first]
@@ -138,7 +145,7 @@ class GuessWindow:
         return ngrams
 
     def _walk(self, child: Callable[[int | None, int], int | None]) -> list[int | None]:
-        """The nodes of the last level, by a function from (node, token) to the node below."""
+        """Return the nodes of the last level, given a function from (node, token) to the node's child."""
         node: int | None = 0
         nodes = [node]
         for token in self._first:
@@ -149,7 +156,9 @@ class GuessWindow:
         return nodes
 
     def _shift(self, newest: list[int]) -> None:
-        """All cells one place nearer: by a column while the window fills, by a level afterwards."""
+        """Move all cells one place closer to the pending token: by a column while the window fills, by a level
+        afterwards.
+        """
         if len(self.levels) < self._num_levels:
             self._first = self._first[1:]
             self._levels = [level[1:] for level in [*self._levels, newest]]
@@ -158,18 +167,18 @@ class GuessWindow:
             self._first = first[1:]
 
     def _guess(self, token: int) -> int:
-        """The token, or an initial one in the place of an end or of nothing (-1)."""
+        """Return the token, or an initial guess in place of an end token or of -1 (no choice)."""
         return self._initial() if token < 0 or token in self._ends else token
 
 
 class NgramPool:
-    """Token -> the last ``limit`` different continuations of ``length`` tokens seen after it.
+    """Pool of the last ``limit`` different continuations of ``length`` tokens for each token.
 
-    Source: the pool of lookahead decoding (Fu et al. 2024, arXiv:2402.02057): seen again means most recent, and the
-    least recent leaves first.
+    Source: the pool of lookahead decoding (Fu et al. 2024, arXiv:2402.02057). A continuation that is seen again
+    becomes the most recent one, and the least recent one is removed first.
 
     Attributes:
-      window: fills the pool; None while it rests.
+      window: window that fills the pool; None while it is not used.
     """
 
     window: GuessWindow | None = None
@@ -177,10 +186,10 @@ class NgramPool:
     def __init__(self, length: int, limit: int) -> None:
         self._length = length
         self._limit = limit
-        self._continuations_of: dict[int, dict[tuple[int, ...], None]] = {}  # the most recent last
+        self._continuations_of: dict[int, dict[tuple[int, ...], None]] = {}  # in order of recency, the latest last
 
     def add(self, token: int, continuation: tuple[int, ...]) -> None:
-        """Record what was seen after a token."""
+        """Record a continuation of a token."""
         known = self._continuations_of.setdefault(token, {})
         known.pop(continuation, None)
         known[continuation] = None
@@ -188,20 +197,20 @@ class NgramPool:
             del known[next(iter(known))]
 
     def add_text(self, tokens: Sequence[int], first: int) -> None:
-        """Record the n-grams of a text whose last token stands at ``first`` or later.
+        """Record the n-grams of a token sequence that end at index ``first`` or later.
 
-        Of 1 2 3 4 from 3 on, with two tokens after the first of each: 2 -> 3 4.
+        In the sequence 1 2 3 4 with first=3 and length=2, this records 2 -> 3 4.
         """
         for end in range(max(first, self._length), len(tokens)):
             start = end - self._length
             self.add(tokens[start], tuple(tokens[start + 1 : end + 1]))
 
     def continuations(self, token: int) -> list[tuple[int, ...]]:
-        """The continuations that were seen after a token, the most recent first."""
+        """Return the recorded continuations of a token, the most recent first."""
         return list(reversed(self._continuations_of.get(token, {})))
 
 
 def build(options: LookaheadOptions, context: DrafterContext) -> LookaheadDrafter:
-    """Window and pool begin with the prompt."""
+    """Make the drafter; window and pool start from the prompt of each row."""
     context.check_trees(options.method)
     return LookaheadDrafter(options)

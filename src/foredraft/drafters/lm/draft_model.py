@@ -1,4 +1,4 @@
-"""A smaller causal language model as drafter: chains or trees, batched, with a cache of its own."""
+"""Drafting with a smaller causal language model, in chains or trees, batched, with a cache of its own."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ PREFILL_CHUNK = 512
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a causal language model that shares the target's tokenizer.
+    """Drafter that uses a causal language model with the target's tokenizer.
 
     Source: speculative sampling, Leviathan et al. 2022 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318);
     trees as in SpecInfer (Miao et al. 2023, arXiv:2305.09781), siblings by Gumbel-top-k (Kool et al. 2019,
-    arXiv:1903.06059) under the target's own keyed noise. Over a view, as sparse_kv does: MagicDec (Sadhukhan et al.
+    arXiv:1903.06059) under the target's own keyed noise. With a view, as in sparse_kv: MagicDec (Sadhukhan et al.
     2024, arXiv:2408.11049), whose small drafters have caches of constant size.
 
     Args:
-      model: the drafter; its vocabulary may be padded differently from the target's.
-      num_speculative_tokens: K, depth of the draft, where no policy is given.
-      policy: decides how deep to draft.
-      view: chosen columns of the drafter's cache, over which it drafts, and reads what the target has accepted,
-        instead of over all of them: what a step costs does not grow with the text. Prompts are read over all, and keys
-        of later tokens are those that the drafter has computed over the view.
-      name: of the method.
+      model: draft model; its vocabulary may be padded differently from the target's.
+      target_vocab_size: vocabulary size of the target.
+      num_speculative_tokens: K, the depth of the draft if no policy is given.
+      policy: length policy.
+      view: selected columns of the drafter's cache. With a view, the drafter attends only to these columns when it
+        drafts and when it reads accepted tokens, so that the cost of a step does not grow with the context. Prompts
+        are read with attention to all columns. Keys of later tokens are those computed over the view.
+      name: name of the method.
       growth: further arguments of `Growth`.
 
     Exactness: lossless for any drafter.
@@ -77,13 +78,15 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self._cache = model.new_cache()
         self._view = view
-        self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # by drafts
+        self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # cache for drafting
         self._fed: FedNodes | None = None  # while drafts grow
 
     # -- rows --------------------------------------------------------------------------------------------------
 
     def needs(self, target: CausalLM, cache: KVCache) -> Needs:
-        """To be shown prompts, of which it feeds as much as the target has just read: no step waits for a whole one."""
+        """Return the needs: prompts in chunks. Each chunk is fed when the target has read it, so no step waits for a
+        whole prompt.
+        """
         caches = [DraftCache(self._cache, self._column_bytes, writer=lambda: (self.model, self.model.num_changes))]
         if self._view is not None:
             caches.append(self._view.own_cache(self._column_bytes))
@@ -93,7 +96,7 @@ class DraftModelDrafter(Drafter):
         return bytes_per_token(self.model)
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
-        """Feed the next tokens of prompts; with the last chunk all that is missing."""
+        """Feed the next tokens of prompts; the last chunk feeds all missing tokens."""
         texts = {}
         for row, chunk in zip(rows, chunks, strict=True):
             first, end = self._cache.lengths[row.slot], chunk.start + chunk.num_tokens
@@ -105,11 +108,11 @@ class DraftModelDrafter(Drafter):
         self._feed(texts)
 
     def _fits(self, row: Row) -> bool:
-        """Whether the drafter's context has room for the text and a draft."""
+        """Return whether the row and a draft fit into the drafter's context."""
         return reach(self.model, row) > 0
 
     def _feed(self, texts: Mapping[int, Sequence[int]]) -> None:
-        """Run texts, by slot, through the drafter, chunk by chunk; those of neighbouring slots side by side."""
+        """Run token lists, by slot, through the drafter, chunk by chunk, with neighbouring slots batched."""
         for slots in spans((slot for slot, text in texts.items() if text), max_gap=0):
             several = [texts[slot] for slot in slots]
             for start in range(0, max(map(len, several)), PREFILL_CHUNK):
@@ -118,7 +121,7 @@ class DraftModelDrafter(Drafter):
                 self._cache.commit([range(len(chunk)) for chunk in chunks], slots[0])
 
     def _chains(self, chains: Sequence[Sequence[int]]) -> Nodes:
-        """Rows of tokens that the drafter knows."""
+        """Return chains of nodes, with tokens clamped to the drafter's vocabulary."""
         nodes = Nodes.from_chains(chains)
         known_tokens(self.model, nodes.tokens)
         return nodes
@@ -148,7 +151,9 @@ class DraftModelDrafter(Drafter):
             self._fed = None
 
     def _grow_at_once(self, drafts: Sequence[GrowingDraft]) -> bool:
-        """Grow drafts in one call where these are chains of the model's likeliest tokens; whether they are."""
+        """Grow the drafts in one call if they are chains of the model's likeliest tokens; returns whether this was
+        possible.
+        """
         depths = self.growth.argmax_depths(drafts) if self._view is None else None
         slots = [draft.row.slot for draft in drafts]
         if depths is None or max(depths) < 1 or slots[-1] - slots[0] >= len(slots):
@@ -159,14 +164,14 @@ class DraftModelDrafter(Drafter):
             return False
         self._cache.commit(list(map(range, map(len, chains))), slots[0])
         for draft, tokens in zip(drafts, found, strict=True):
-            # nobody has asked what follows the last one, which was not fed
+            # the last token was not fed, because its successor is not drafted
             draft.column_of.update(zip(range(1, len(tokens)), range(len(tokens)), strict=False))
             for node, token in enumerate(tokens):
                 draft.add(node, token)
         return True
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Feed what the cache has not seen of every text."""
+        """Feed the tokens of every row that are not in the cache."""
         unseen = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
         first_row, chains = drafts[0].row.slot, chains_by_slot(drafts, unseen)
         counts = list(map(len, unseen))
@@ -180,7 +185,7 @@ class DraftModelDrafter(Drafter):
         return logits[places, [count - 1 - first for count in counts]]
 
     def _unseen(self, drafts: Sequence[GrowingDraft]) -> list[list[int]]:
-        """Tokens to be fed of every text, which are few: the beginning of a long rest is fed here."""
+        """Return the tokens of every row that are still to be fed; the beginning of a long remainder is fed here."""
         lengths = self._cache.lengths
         self._feed(
             {
@@ -192,7 +197,9 @@ class DraftModelDrafter(Drafter):
         return [draft.row.token_ids[lengths[draft.row.slot] :] for draft in drafts]
 
     def _unseen_in(self, view: SparseView, drafts: Sequence[GrowingDraft]) -> list[list[int]]:
-        """The same over a view. A longer text is fed in pieces, between which columns are chosen anew."""
+        """Return the tokens still to be fed over a view; a long remainder is fed in pieces, with reselection between
+        them.
+        """
         view.follow(drafts)
         for draft in drafts:
             tokens, slot = draft.row.token_ids, draft.row.slot
@@ -209,7 +216,7 @@ class DraftModelDrafter(Drafter):
         return self._fed.listed(self._fed.feed(self.model, drafts, are_chains=self.growth.drafts_chains), drafts)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Keep the accepted nodes that were fed; the next catch-up brings the rest."""
+        """Keep the accepted nodes that were fed; the next `open` feeds the rest."""
         for row, result in zip(rows, results, strict=True):
             draft: GrowingDraft | None = row.state.pop(self, None)
             if draft is not None:
@@ -219,11 +226,11 @@ class DraftModelDrafter(Drafter):
 
 
 def build(options: DraftModelOptions, context: DrafterContext) -> DraftModelDrafter:
-    """Drafts with the model that was loaded for it."""
+    """Make the drafter from the loaded draft model."""
     if context.draft_model is None:
         raise ConfigError(
-            f"method 'draft_model' needs a drafter{context.brings_none}; add model (a directory, a hub id, zoo:NAME "
-            "or a loaded model), or use zoo:tiny, which brings its own"
+            f"method 'draft_model' needs a draft model{context.brings_none}; set model to a directory, a hub id, "
+            "zoo:NAME or a loaded model, or use zoo:tiny as the target, which includes one"
         )
     model = context.draft_model
     vocabulary = chosen_vocabulary(options, context, trained_as=model.config)

@@ -1,4 +1,4 @@
-"""N-gram storage learned online: which token has followed these tokens most often."""
+"""N-gram storage learned online, which predicts the most frequent successor of the last tokens."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ from foredraft.tree import DraftTree
 
 
 class NasdDrafter(PlannedDrafter["_Counted"]):
-    """Drafts the most frequent successor of the last tokens, again and again, by counts of the row's text.
+    """Drafter that repeatedly appends the most frequent successor of the last tokens, counted in the row so far.
 
-    Source: n-gram assisted speculative decoding (romsto/Speculative-Decoding; the text-only case is ANPD, Ou
-    et al. 2024, arXiv:2404.08698). Deviations: dev/deviations.md.
+    Source: n-gram assisted speculative decoding (romsto/Speculative-Decoding; the text-only case is ANPD, Ou et al.
+    2024, arXiv:2404.08698). Deviations: dev/deviations.md.
 
-    A tree has at most ``num_draft_branches`` * depth drafted nodes, the likeliest paths first. What requests share
-    lives until `reset`; its file is read when it exists, and written when the last row has ended.
+    A tree has at most ``num_draft_branches`` * depth drafted nodes, the likeliest paths first. A shared storage lives
+    until `reset`. Its state file is read when it exists, and written when the last running row has ended.
 
     Args:
-      vocab_size: tokens that the target can read; for unknown="random" and a state file.
-      learned: the shared storage to go on with; None begins anew, or with what is in the state file.
-      length_policy: instead of the one that the options name.
+      options: keys of the method.
+      vocab_size: number of tokens that the target can read, needed for unknown="random" and for a state file.
+      learned: shared storage to continue with; None for an empty one, or for the content of the state file.
+      length_policy: length policy that replaces the one in the options.
 
-    Raises: ConfigError where the vocabulary is missing; CheckpointError, ConfigError for a file that cannot be written
-      or does not fit.
-    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: of "random" the draft
-    stream of the row's seed, keyed by position, apart from every number that decides what is emitted; else none.
-    Cost: dictionary operations per new token and per drafted node; none depends on the length of the text.
+    Raises: ConfigError if ``vocab_size`` is missing; CheckpointError or ConfigError for a state file that cannot be
+    written or does not match the options.
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: for unknown="random" the
+    draft stream of the row's seed, keyed by position, independent of all numbers that decide emitted tokens; otherwise
+    none.
+    Cost: dictionary operations per new token and per drafted node, independent of the context length.
     """
 
     facts = DrafterFacts("nasd", is_free=True)
@@ -58,7 +60,7 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
         depth = depth_within(options.num_speculative_tokens, options.max_draft_nodes, options.num_draft_branches)
         super().__init__(length_policy or options.new_policy(depth))
         if (options.unknown == "random" or options.state_file is not None) and vocab_size is None:
-            raise ConfigError('unknown="random" and state_file need the vocab_size of the target; give it')
+            raise ConfigError('unknown="random" and state_file need the vocabulary size of the target; pass vocab_size')
         self._vocab_size = vocab_size or 0
         self._state_file = None if options.state_file is None else Path(options.state_file).expanduser()
         self._shared = (learned or self._opened()) if options.shared else None
@@ -76,7 +78,7 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
         )
 
     def _opened(self) -> NGramStorage:
-        """A shared storage, as the file has it where there is one."""
+        """Return a shared storage, loaded from the state file if it exists."""
         storage = self._new_storage()
         if self._state_file is not None and self._state_file.exists():
             storage.load(self._state_file, self._vocab_size)
@@ -86,11 +88,11 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
 
     @property
     def learned(self) -> NGramStorage | None:
-        """The storage that all rows share; None where each has its own."""
+        """Storage that all rows share, or None if each row has its own."""
         return self._shared
 
     def reset(self) -> None:
-        """Forget what rows have shared. Rows that run go on learning from here."""
+        """Clear the shared storage. Running rows continue to learn from here."""
         if self._shared is not None:
             self._shared.reset()
             self._is_unsaved = True
@@ -101,7 +103,7 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
         if storage is None:
             storage = self._new_storage()
         elif self in row.state and row.state[self].epoch is storage.epoch:
-            first = row.state[self].num_tokens  # another row has put them in
+            first = row.state[self].num_tokens  # another row has already counted these tokens
         storage.extend(row.token_ids, [], first=first)
         counted = _Counted(self, storage, storage.epoch, len(row.token_ids))
         self._running.add(counted)
@@ -114,7 +116,9 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
         return storage.draft(tokens, length, self.name, guess)
 
     def _guess(self, row: Row) -> Guess | None:
-        """Random tokens for unknown contexts, the same whenever this position is drafted from."""
+        """Return a function that makes random tokens for unknown contexts, the same tokens for every draft at this
+        position.
+        """
         if self.options.unknown != "random":
             return None
         size, position = self._vocab_size, len(row.token_ids)
@@ -131,19 +135,19 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
             counted.num_tokens = len(row.token_ids)
 
     def _runners_up(self, results: Sequence[StepResult]) -> Iterator[list[int]]:
-        """The target's best tokens in every place, row after row, best first; none where they are not learned."""
+        """Yield the target's top tokens per position, best first, row after row; nothing if they are not learned."""
         if self.options.filler_top_k < 2 or not results:
             return iter(())
         nodes = [range(len(result.emitted)) for result in results]
         return iter(top_ids_of([result.committed for result in results], self.options.filler_top_k, nodes).tolist())
 
     def end(self, counted: _Counted, token_ids: Sequence[int]) -> None:
-        """Count the last tokens of a text; the file is written when no other row runs."""
+        """Count the last tokens of a row; the state file is written when no other row is running."""
         has_begun = counted in self._running
         self._running.discard(counted)
         if self._shared is None:
             return
-        if has_begun:  # nothing was said of the last step of a row
+        if has_begun:  # the last step of a row is not observed
             self._shared.extend(token_ids, [], first=counted.num_tokens)
             counted.num_tokens = len(token_ids)
         if self._state_file is not None and self._is_unsaved and not self._running:
@@ -154,7 +158,7 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
 
 @dataclass(eq=False)
 class _Counted(RowState):
-    """Number of tokens of a row that its storage holds, and since when that has last begun anew."""
+    """Number of tokens of a row that its storage has counted, and the epoch of the storage at that time."""
 
     drafter: NasdDrafter
     storage: NGramStorage
@@ -173,7 +177,7 @@ class _Counted(RowState):
 
 
 def build(options: NasdOptions, context: DrafterContext) -> NasdDrafter:
-    """An n-gram storage begins empty, unless requests share one."""
+    """Make the drafter, with an empty storage, or with the storage that requests share."""
     vocab_size = context.target.num_embeddings
     if not options.shared:
         return NasdDrafter(options, vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they last occurred will follow them again."""
+"""Prompt lookup: the tokens that followed the latest tokens at an earlier occurrence are drafted again."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from foredraft.methods.lengths import LengthPolicy
 from foredraft.methods.lookup import MATCHES, NGramOptions
 from foredraft.tree import DraftTree
 
-_MAX_OCCURRENCES = 32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
+_MAX_OCCURRENCES = 32  # per n-gram and step, so that a row of one repeated token costs no more than any other
 
 
 class NGramDrafter(PlannedDrafter["SuffixIndex"]):
-    """Copies from the row's own text, prompt and output, after the longest suffix that has occurred before.
+    """Drafter that copies from the row's own prompt and output, after the longest suffix that has occurred before.
 
     Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in transformers and
-    vLLM. Deviations: the latest occurrence comes first unless told otherwise; a continuation that runs into the end of
-    the text goes on with its own copy (period P goes on with period P); several may be merged into one tree.
+    vLLM. Deviations: the latest occurrence comes first by default; a continuation that reaches the end of the row
+    continues with its own copy, so that text of period P goes on with period P; several continuations may be merged
+    into one tree.
 
     Args:
-      length_policy: instead of the one that the options name.
+      options: keys of the method.
+      length_policy: length policy that replaces the one in the options.
 
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
-    Cost: one dictionary entry per new token and suffix length; looking up does not depend on the length of the text.
+    Cost: one dictionary entry per new token and suffix length; the cost of a lookup is independent of the context
+    length.
     """
 
     facts = DrafterFacts("ngram", is_free=True, drafts_from_text=True)
@@ -54,14 +57,15 @@ class NGramDrafter(PlannedDrafter["SuffixIndex"]):
 
 
 class SuffixIndex:
-    """Places where every n-gram of a growing text ends, for n in ``orders``.
+    """End positions of all n-grams of a growing token sequence, for n in ``orders``.
 
-    An n-gram counts from the moment its next token is known, so the end of the text never matches itself.
+    An n-gram is indexed once its next token is known, so the end of the sequence never matches itself.
 
     Args:
-      match: see `MATCHES`.
+      orders: n-gram sizes to index.
+      match: order of occurrences, see `MATCHES`.
 
-    Raises: ConfigError for another word.
+    Raises: ConfigError for an unknown ``match``.
     """
 
     def __init__(self, orders: Sequence[int], *, match: str = MATCHES[0]) -> None:
@@ -72,7 +76,7 @@ class SuffixIndex:
         self._num_tokens = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the tokens of the text that are new since the last call."""
+        """Index the tokens that are new since the last call."""
         for end in range(max(self._num_tokens, 1), len(tokens)):
             for order, ends in self._ends.items():
                 if order <= end:
@@ -80,7 +84,7 @@ class SuffixIndex:
         self._num_tokens = len(tokens)
 
     def continuations(self, tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, ...]]:
-        """At most ``limit`` distinct continuations of the text, each of ``length`` tokens, best first."""
+        """Return at most ``limit`` distinct continuations of ``length`` tokens each, best first."""
         found: dict[tuple[int, ...], None] = {}
         for end in self.occurrences(tokens):
             found[continuation(tokens, end, length)] = None
@@ -89,7 +93,9 @@ class SuffixIndex:
         return list(found)
 
     def occurrences(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Ends of earlier occurrences of the text's suffixes: longest suffix first, then as ``match`` says."""
+        """Yield end positions of earlier occurrences of the suffixes, longest suffix first, then in the order of
+        ``match``.
+        """
         for order in sorted(self._ends, reverse=True):
             if order < len(tokens):
                 ends = self._ends[order].get(tuple(tokens[-order:]), [])
@@ -97,9 +103,9 @@ class SuffixIndex:
 
 
 def continuation(tokens: Sequence[int], start: int, length: int) -> tuple[int, ...]:
-    """``length`` tokens of the text from ``start`` on; past its end the copy goes on with itself.
+    """Return ``length`` tokens from index ``start`` on; past the end of the tokens the copy repeats itself.
 
-    (1, 2, 3) from 1 for 5 tokens: 2 3 2 3 2.
+    For tokens (1, 2, 3), start 1 and length 5, the result is 2 3 2 3 2.
     """
     copy = tokens[start : start + length]
     repeats = -(-length // len(copy))
@@ -107,5 +113,5 @@ def continuation(tokens: Sequence[int], start: int, length: int) -> tuple[int, .
 
 
 def build(options: NGramOptions, context: DrafterContext) -> NGramDrafter:
-    """Prompt lookup needs nothing but the text."""
+    """Make the drafter, which needs nothing but the tokens of the row."""
     return NGramDrafter(options)

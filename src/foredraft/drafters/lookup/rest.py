@@ -1,4 +1,4 @@
-"""Retrieval-based drafting: what followed the end of the text in a datastore of other texts."""
+"""Retrieval-based drafting: continuations of the row's last tokens in a datastore of other texts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from foredraft.retrieval.trie import candidates_of
 from foredraft.tree import DraftTree
 
 _OWN_FLOOR = 0.02
-"""Tokens of the row's own text less likely than this are not proposed; the datastore always has something."""
+"""Least estimated probability of a token from the row itself; the datastore usually has a better candidate."""
 
 
 class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
-    """Drafts the most frequent continuations of the longest end of the text that the datastore knows.
+    """Drafter of the most frequent continuations of the longest suffix that occurs in the datastore.
 
     Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: dev/deviations.md.
 
     Args:
-      datastore: opened, of the target's tokenizer. It is only read, so any number of drafters may share it.
-      length_policy: instead of the one that the options name.
+      datastore: open datastore, made with the target's tokenizer. It is only read, so any number of drafters may share
+        it.
+      options: keys of the method.
+      length_policy: length policy that replaces the one in the options.
 
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
-    Cost: one lookup per step, whatever the length of the text; see `Datastore`.
+    Cost: one lookup per step, independent of the context length; see `Datastore`.
     """
 
     facts = DrafterFacts("rest", drafts_from_text=True)
@@ -61,13 +63,15 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
         return grow(row.token_ids[-1], [own, GrowthRoot(candidates_of(retrieved), 0)], shape, self.name)
 
     def _retrieved(self, row: Row, shape: TreeLimits) -> DraftTree:
-        """Draft the continuations that the datastore has for the end of the text."""
+        """Draft the continuations that the datastore has for the end of the row."""
         match = self.datastore.query(row.token_ids[-self._lookup.match_max :], self._lookup)
         pending = row.token_ids[-1]
         return DraftTree.root(pending, self.name) if match is None else match.trie.tree(pending, shape, self.name)
 
     def _own_text(self, row: Row) -> GrowthRoot | None:
-        """Where the row's own text stands; None where its end is new, or it is not looked up."""
+        """Return the match of the row's end within the row itself, or None if the end is new or the row is not
+        searched.
+        """
         text: SuffixAutomaton | None = row.state[self]
         if text is None:
             return None
@@ -77,12 +81,12 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
 
 
 def build(options: RestOptions, context: DrafterContext) -> RestDrafter:
-    """Opens the datastore, once for all drafters of a model."""
+    """Make the drafter, with one open datastore for all drafters of a model."""
     return RestDrafter(_datastore(options, context), options)
 
 
 def _datastore(options: RestOptions, context: DrafterContext) -> Datastore:
-    """The datastore that is named, or the one that a target of the zoo brings along."""
+    """Open the configured datastore, or the one that is included with a zoo target."""
     folder = options.datastore or context.asset("datastore")
     if folder is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Suffix decoding: copy what followed the longest end of the text that has occurred before."""
+"""Suffix decoding: copy the continuations of the longest suffix that has occurred before."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from foredraft.tree import DraftTree
 
 
 class SuffixDrafter(PlannedDrafter["_Known"]):
-    """Drafts the likeliest continuations of the text's end, by how often and how long a context they have followed.
+    """Drafter of the likeliest continuations of the row's end, by their counts and the lengths of their contexts.
 
     Source: SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) for counts, draft lengths and past outputs;
-    SAM-Decoding (Hu et al. 2024, arXiv:2411.10666) for the automaton over the request. Deviations:
-    dev/deviations.md.
+    SAM-Decoding (Hu et al. 2024, arXiv:2411.10666) for the automaton over the request. Deviations: dev/deviations.md.
 
     Args:
-      history: past outputs of all requests, which this drafter reads and extends, and saves in the state file whenever
-        no request is running; None keeps every request to itself.
-      length_policy: instead of the one that the options name.
+      options: keys of the method.
+      history: past outputs of all requests. The drafter reads and extends them, and saves them in the state file
+        whenever no request is running. With None, requests share nothing.
+      length_policy: length policy that replaces the one in the options.
 
-    Raises: CheckpointError for a state file whose directory cannot be written.
+    Raises: CheckpointError for a state file whose directory is not writable.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
-    Cost: amortised O(max_tree_depth) per new token and per drafted node; none depends on the length of the text.
+    Cost: amortised O(max_tree_depth) per new token and per drafted node, independent of the context length.
     """
 
     facts = DrafterFacts("suffix", is_free=True, drafts_from_text=True)
@@ -99,7 +99,7 @@ class SuffixDrafter(PlannedDrafter["_Known"]):
                 self.history.touch(spot)
 
     def remember(self, known: _Known, output_ids: Sequence[int]) -> None:
-        """Take an output that has ended into the history; the file is written when no other row runs."""
+        """Add a finished output to the history; the state file is written when no other row is running."""
         self._running.discard(known)
         if self.history is None:
             return
@@ -112,7 +112,7 @@ class SuffixDrafter(PlannedDrafter["_Known"]):
 
 @dataclass(eq=False)
 class _Known(RowState):
-    """State of a row: its text, and the place in the history that its newest draft is from."""
+    """State of a row: its automaton, and the match in the history behind its newest draft."""
 
     drafter: SuffixDrafter
     text: SuffixAutomaton
@@ -123,12 +123,12 @@ class _Known(RowState):
 
 
 def build(options: SuffixOptions, context: DrafterContext) -> SuffixDrafter:
-    """Reads the history where requests share one."""
+    """Make the drafter, with the shared history if requests share one."""
     return SuffixDrafter(options, history=_history(options, context) if options.shared else None)
 
 
 def _history(options: SuffixOptions, context: DrafterContext) -> OutputHistory:
-    """Past outputs, from the state file where there is one; the same for all drafters of one model."""
+    """Return the past outputs, loaded from the state file if it exists; all drafters of a model share them."""
     depth, limit = options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests
 
     def load() -> OutputHistory:

@@ -1,4 +1,4 @@
-"""Token recycling: what the target ranked high after a token the last time makes the tree of the next time."""
+"""Token recycling: the target's top tokens after each token become the draft when the token occurs again."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
 
 RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
-"""How often the target's token is the candidate of each rank. Further ranks are worth half of the one before."""
+"""Probability that the target's token is the candidate of each rank. Each further rank has half of the one before."""
 
 DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16
-"""Nodes of the tree where the config names none: as published, and where every node costs."""
+"""Default number of nodes: the published number, and a smaller one for CPUs, where every node costs time."""
 
 
 class TokenRecyclingDrafter(ContextDrafter):
-    """A static tree, filled breadth-first from a matrix of the target's own candidates.
+    """Drafter with a static tree that is filled breadth-first from a matrix of the target's own top tokens.
 
     Source: token recycling (Luo et al. 2024, arXiv:2408.08696; Luowaterbi/TokenRecycling). Deviations: unknown
-    successors are left out of the tree, where the published code drafts token 0; the text of the prompt fills rows
-    before the first step; where a token stands at several nodes its row comes from the accepted one; the matrix ends
-    with its request unless it is shared. The published tree is not described by a rule; see `best_tree` for ours.
+    successors are left out of the tree, where the published code drafts token 0; the text of the prompt fills the
+    matrix before the first step; if a token is at several nodes, its matrix row comes from the accepted node; the
+    matrix ends with its request unless it is shared. The published tree follows no rule; `best_tree` makes the tree
+    used here.
 
-    Candidates of the prompt (initial_state="prompt") are worth 4 % more tokens per step and make reading it a quarter
-    longer (dev/log, 2026-11-25). A state file keeps a matrix that the vocabulary made, or that requests share. It is
-    read if it exists, and written when the vocabulary has been gone through or the last shared row has ended.
+    The target's top tokens along the prompt (initial_state="prompt") add 4 % tokens per step and make the prefill a
+    quarter longer (dev/log, 2026-11-25). A state file keeps a matrix that was made from the vocabulary or that
+    requests share. It is read if it exists, and written after the pass over the vocabulary or when the last shared row
+    has ended.
 
     Args:
-      vocab_size: tokens that the target can read.
-      options: initial_state="auto" is "text" here.
-      matrix: what was learned before, to start from.
+      vocab_size: number of tokens that the target can read.
+      options: keys of the method; initial_state="auto" is treated as "text".
+      matrix: learned matrix to start from.
 
-    Raises: CheckpointError, ConfigError for a file that does not fit.
+    Raises: CheckpointError or ConfigError for a state file that is invalid or does not match the target.
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: none.
-    Cost: array operations on the nodes of the tree per step, whatever the length of the text; one pass over the
-    prompt, and with "prompt" and "vocabulary" the output embedding for its tokens.
+    Cost: array operations on the nodes of the tree per step, independent of the context length; one pass over the
+    prompt, and for "prompt" and "vocabulary" the logits of its tokens.
     """
 
     facts = DrafterFacts("token_recycling", is_free=True)
@@ -70,7 +72,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         self.facts = replace(self.facts, is_shared=options.shared)
 
     def needs(self, target: CausalLM, cache: KVCache) -> Needs:
-        """Candidates of the tokens of a prompt that are read are enough."""
+        """Return the needs; logits of those prompt tokens that are computed are enough."""
         if self._is_blank and self._learns_vocabulary:
             self._start = AdjacencyMatrix.of_vocabulary(target, self._start.num_candidates)
             self._is_blank = False
@@ -109,7 +111,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         self._is_unsaved = True
 
     def end(self, learned: _Learned) -> None:
-        """A row has ended; the file is written when no other row runs."""
+        """Record the end of a row; the state file is written when no other row is running."""
         self._running.discard(learned)
         if self.options.shared and self._state_file is not None and self._is_unsaved and not self._running:
             self._is_unsaved = False
@@ -117,7 +119,7 @@ class TokenRecyclingDrafter(ContextDrafter):
                 self._start.save(self._state_file)
 
     def _load(self, file: Path, vocab_size: int, num_candidates: int) -> AdjacencyMatrix | None:
-        """Read the file; None if it is still to be written.
+        """Read the state file, or return None if it has yet to be written.
 
         Raises: CheckpointError, ConfigError.
         """
@@ -127,17 +129,17 @@ class TokenRecyclingDrafter(ContextDrafter):
         return None
 
     def _matrix(self) -> AdjacencyMatrix:
-        """The one that a new request works with."""
+        """Return the matrix for a new request."""
         if self.options.shared:
             return self._start
-        if self._is_blank:  # a new one costs nothing, a copy touches all of its memory
+        if self._is_blank:  # a new matrix costs nothing, and a copy touches all of its memory
             return AdjacencyMatrix(self._start.vocab_size, self._start.num_candidates)
         return self._start.copy()
 
 
 @dataclass(eq=False)
 class _Learned(RowState):
-    """The matrix of a row, and whether its prompt is in there."""
+    """Matrix of a row, and whether the prompt has been added to it."""
 
     drafter: TokenRecyclingDrafter
     matrix: AdjacencyMatrix
@@ -151,19 +153,23 @@ class _Learned(RowState):
 
 
 def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Sequence[float] = RANK_SHARES) -> RankTree:
-    """The tree that accepts most when the candidate of rank r is right with probability ``shares[r]`` everywhere.
+    """Return the tree with the most expected tokens if the candidate of rank r is right with probability
+    ``shares[r]``.
 
-    Source: Sequoia (Chen et al. 2024, arXiv:2402.12374), for shares that do not grow; see `RankTree.grown`.
+    Source: Sequoia (Chen et al. 2024, arXiv:2402.12374), for shares that do not increase; see `RankTree.grown`.
 
     Args:
-      num_nodes: root included.
+      num_nodes: number of nodes, root included.
+      max_depth: largest depth.
+      num_candidates: number of ranks.
+      shares: probability of each rank, the same at every node.
     """
     shares = [*shares, *(shares[-1] * 0.5**i for i in range(1, num_candidates + 1))][:num_candidates]
     return RankTree.grown([shares] * max_depth, num_nodes, num_candidates, "best tree")
 
 
 def filled(row: Row, shape: RankTree, max_depth: int, matrix: AdjacencyMatrix) -> GrowingDraft:
-    """The tree below a pending token with what the matrix knows, as deep as allowed; nothing follows the unknown."""
+    """Fill a tree below the pending token from the matrix, up to a depth; unknown successors are left out."""
     draft = GrowingDraft(row, max_depth, shape=shape)
     for _ in range(max_depth):
         for node in draft.take_frontier():
@@ -172,13 +178,13 @@ def filled(row: Row, shape: RankTree, max_depth: int, matrix: AdjacencyMatrix) -
 
 
 def last_of_all(num_nodes: int, path: Sequence[int]) -> list[int]:
-    """All nodes, those of the path after the others: 4 nodes and the path 0 2 make 1 3 0 2."""
+    """Return all nodes, with those of the path last: 4 nodes and the path 0 2 give 1 3 0 2."""
     accepted = set(path)
     return [*(node for node in range(num_nodes) if node not in accepted), *path]
 
 
 def build(options: TokenRecyclingOptions, context: DrafterContext) -> TokenRecyclingDrafter:
-    """Begins with what a target of the zoo says after every token alone, where it brings that along."""
+    """Make the drafter; a zoo target's included matrix is the initial state."""
     context.check_trees(options.method)
     matrix, initial_state, vocab_size = None, options.initial_state, context.target.num_embeddings
     if initial_state == "auto":

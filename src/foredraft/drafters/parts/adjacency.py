@@ -1,4 +1,4 @@
-"""Which tokens the target ranked highest after each token, in one matrix for the whole vocabulary."""
+"""Matrix of the tokens that the target ranked highest after each token, for the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _TENSOR = "candidates"
 
 
 class AdjacencyMatrix:
-    """The k most likely successors of every token, as the target ranked them last.
+    """The k likeliest successors of every token, by the target's latest ranking.
 
-    Source: token recycling (Luo et al. 2024, arXiv:2408.08696). Deviation: rows start out unknown, not with token 0.
+    Source: token recycling (Luo et al. 2024, arXiv:2408.08696). Deviation: rows are unknown at first, not token 0.
 
     Args:
-      vocab_size: tokens that can be read.
-      num_candidates: k, successors per token, best first.
+      vocab_size: number of tokens that the target can read.
+      num_candidates: k, the number of successors per token, best first.
 
-    Memory: 4 V k bytes at most; pages that no token has touched cost nothing.
+    Memory: 4 V k bytes at most; memory pages of tokens that never occur cost nothing.
     """
 
     def __init__(self, vocab_size: int, num_candidates: int) -> None:
@@ -34,12 +34,13 @@ class AdjacencyMatrix:
 
     @classmethod
     def of_vocabulary(cls, target: CausalLM, num_candidates: int, batch_size: int = 256) -> AdjacencyMatrix:
-        """What a target says after every token of its vocabulary that stands alone, at the beginning of a text.
+        """Make the matrix of the target's top tokens after each token of the vocabulary alone, at the beginning of a
+        row.
 
-        The tokens of a forward stand side by side in one row, each seeing itself only. That is the work of a prompt as
-        long as the vocabulary, once.
+        Tokens are batched in one row, and each attends to itself only. The cost is one prefill as long as the
+        vocabulary.
 
-        Exactness: any state is as good as another for what is generated. Randomness: none.
+        Exactness: the state of the matrix never changes the output. Randomness: none.
         """
         matrix = cls(target.num_embeddings, num_candidates)
         with torch.inference_mode():
@@ -61,27 +62,29 @@ class AdjacencyMatrix:
 
     @property
     def candidates(self) -> np.ndarray:
-        """The matrix, int32 (V, k); -1 where nothing is known."""
+        """Matrix (V, k) of token ids, int32; -1 where the successor is unknown."""
         return self._successors - 1
 
     def copy(self) -> AdjacencyMatrix:
-        """Another matrix with the same contents."""
+        """Return a copy."""
         matrix = AdjacencyMatrix(0, self.num_candidates)
         matrix._successors = self._successors.copy()
         return matrix
 
     def after(self, token: int) -> list[int]:
-        """The successors of a token as far as they are known, best first."""
+        """Return the known successors of a token, best first."""
         return [following - 1 for following in self._successors[token].tolist() if following]
 
     def update(self, tokens: Sequence[int], top_ids: np.ndarray) -> None:
-        """Put the target's best ids (M, k) after each token in its row; of equal tokens the last one counts."""
+        """Store the target's top ids (M, k) after each token; if a token occurs several times, its last entry is
+        stored.
+        """
         width = top_ids.shape[1]
         for token, best in dict(zip(tokens, top_ids + 1, strict=True)).items():
             self._successors[token, :width] = best
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        """Put the successors that a text gives its tokens before all others, the most recent first."""
+        """Put the successors of each token in a text before all others, the most recent first."""
         found: dict[int, list[int]] = {}
         for place in range(len(tokens) - 1, 0, -1):
             row = found.setdefault(tokens[place - 1], [])
@@ -93,48 +96,52 @@ class AdjacencyMatrix:
             self._successors[token, : len(merged)] = np.array(merged) + 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything that is known to a safetensors file, whole or not at all.
+        """Write the matrix to a safetensors file atomically.
 
-        Raises: CheckpointError where that is not possible.
+        Raises: CheckpointError if the file cannot be written.
         """
         save_state(path, {_TENSOR: self.candidates}, {"format": _FORMAT})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], vocab_size: int, num_candidates: int) -> AdjacencyMatrix:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises: CheckpointError for a file that is missing, truncated, of another kind or inconsistent; ConfigError for
-          one of another vocabulary or with fewer candidates; of more, the best are taken.
+        a file of another vocabulary or with fewer candidates. Of more candidates, the best are used.
         """
         candidates = _read(path)[:, :num_candidates]
         if candidates.shape != (vocab_size, num_candidates):
             raise ConfigError(
-                f"{path} holds {candidates.shape[1]} candidates for each of {candidates.shape[0]} tokens, but the "
+                f"{path} contains {candidates.shape[1]} candidates for each of {candidates.shape[0]} tokens, but the "
                 f"target has {vocab_size} tokens and num_candidates is {num_candidates}; use the file with the model "
-                "that it is from"
+                "that it was made for"
             )
         if candidates.min(initial=-1) < -1 or candidates.max(initial=-1) >= vocab_size:
             raise CheckpointError(
-                f"{path} holds token ids outside of 0..{vocab_size - 1}; it is damaged, save it again"
+                f"{path} contains token ids outside of 0..{vocab_size - 1}; the file is damaged; save it again"
             )
         matrix = cls(vocab_size, num_candidates)
         np.add(candidates, 1, out=matrix._successors)
         if _has_twins(matrix._successors):
-            raise CheckpointError(f"{path} names a successor of some token twice; it is damaged, save it again")
+            raise CheckpointError(
+                f"{path} contains a successor of some token twice; the file is damaged; save it again"
+            )
         return matrix
 
 
 def _read(path: str | os.PathLike[str]) -> np.ndarray:
     candidates = read_state(path, _FORMAT, "adjacency matrix")[1].get(_TENSOR)
     if candidates is None:
-        raise CheckpointError(f"{path} cannot be read: it has no {_TENSOR}; check the path, or save it again")
+        raise CheckpointError(f"{path} contains no tensor {_TENSOR!r}; check the path, or save the file again")
     if candidates.dtype != np.int32 or candidates.ndim != 2:
-        raise CheckpointError(f"{path} holds {candidates.dtype} {candidates.shape}, not an int32 matrix; save it again")
+        raise CheckpointError(
+            f"{path} contains {candidates.dtype} {candidates.shape}, not an int32 matrix; save the file again"
+        )
     return candidates
 
 
 def _has_twins(successors: np.ndarray) -> bool:
-    """Whether any row holds an id twice, or an id after an unknown one."""
+    """Return whether any row contains an id twice, or an id after an unknown one."""
     known = successors > 0
     in_order = np.sort(successors, axis=1)
     twins = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] > 0)

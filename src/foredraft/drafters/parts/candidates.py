@@ -1,4 +1,4 @@
-"""The tokens that may follow a node by a drafter's logits, of its whole vocabulary or of the part that it knows."""
+"""Candidate successors of nodes, ranked by a drafter's logits over its whole or its reduced vocabulary."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from foredraft.sampling import choice, distribution, precision
 from foredraft.sampling.processors import Sampler
 
 Scored = list[tuple[int, float]]
-"""Tokens and their scores, the best one first."""
+"""Tokens with their scores, the best one first."""
 
 
 Path = tuple[int, ...]
-"""Draft tokens up to a node, its own included."""
+"""Draft tokens up to a node, the node's own token included."""
 
 
 class Candidates:
-    """Ranks the tokens that may follow M nodes, each with the sampler of its row, its path and the next position.
+    """Ranking of the successors of M nodes, each with the sampler of its row, its path and the next position.
 
-    A drafter with a reduced vocabulary has logits of its own tokens alone. They are used as they are, unless a row has
-    processors, which name tokens of the target: logits are spread over the whole vocabulary then.
+    A drafter with a reduced vocabulary has logits for its own tokens only. They are used directly, unless a row has
+    processors, which refer to token ids of the target. In that case the logits are spread over the whole vocabulary.
 
     Args:
-      target_vocab_size: V; other widths are cut or padded to it.
-      vocabulary: of the drafter, where it knows some of the target's tokens only.
-      is_greedy: rank by the drafter's distribution alone, in sampled rows too.
+      target_vocab_size: V; logits of other widths are cut or padded to it.
+      vocabulary: reduced vocabulary of the drafter, if any.
+      is_greedy: True to rank by the drafter's distribution alone, even in sampled rows.
     """
 
     def __init__(self, target_vocab_size: int, vocabulary: DraftVocabulary | None, *, is_greedy: bool) -> None:
@@ -39,18 +39,20 @@ class Candidates:
 
     @property
     def columns(self) -> tuple[int, torch.Tensor | None]:
-        """How many columns of logits count, where no row has processors, and their tokens; None for their numbers."""
+        """Number of logit columns to use for rows without processors, and their tokens; None for token ids equal to
+        columns.
+        """
         if self._vocabulary is None:
             return self._vocab_size, None
         return len(self._vocabulary), self._vocabulary.target_ids
 
     def log_probs(self, logits: torch.Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> torch.Tensor:
-        """The processed distribution after each node (M, V), for users of its shape: a reduced one stays reduced."""
+        """Return the processed log-probabilities after each node, (M, V); a reduced vocabulary stays reduced."""
         logits, _ = self._processable(logits, samplers)
         return distribution.log_probs(logits, samplers, paths)
 
     def whole(self, logits: torch.Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> torch.Tensor:
-        """The processed distribution after each node over all of the target's tokens (M, V)."""
+        """Return the processed log-probabilities after each node over all tokens of the target, (M, V)."""
         return precision.for_double(distribution.log_probs(self._spread(logits), samplers, paths))
 
     def best(
@@ -62,16 +64,22 @@ class Candidates:
         k: int,
         power: float | None = None,
     ) -> list[Scored]:
-        """Up to k children of every node; equal ones in the order of their ids, none where there is no distribution.
+        """Return up to k children of every node; ties are ordered by token id, and nodes without a distribution get
+        none.
 
         Args:
-          power: with one, scores are logarithms of how likely children are to be right, comparable among nodes of all
-            depths, where a greedy row takes tokens by the distribution raised to this power. Without one, scores say
-            how far each is behind the best.
+          logits: logits after the nodes (M, V).
+          samplers: sampler of each node's row.
+          paths: draft tokens up to each node.
+          positions: positions of the children.
+          k: largest number of children.
+          power: exponent of the distribution from which a greedy row is assumed to take tokens. With an exponent,
+            scores are log-probabilities that children are right, comparable among nodes of all depths. Without one, a
+            score is the distance to the best child.
         """
         logits, columns = self._processable(logits, samplers)
         found: list[Scored] = [[] for _ in samplers]
-        # scores that only rank greedy rows need no distribution
+        # the order of children in greedy rows needs no distribution
         by_likelihood = [self._is_greedy or (sampler.is_greedy and power is not None) for sampler in samplers]
         for is_certain in (True, False):
             rows = [i for i, is_one in enumerate(by_likelihood) if is_one == is_certain]
@@ -90,7 +98,7 @@ class Candidates:
     def only(
         self, logits: torch.Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], positions: Sequence[int]
     ) -> list[int]:
-        """The best child of every node, -1 where there is no distribution."""
+        """Return the best child of every node, or -1 where there is no distribution."""
         logits, columns = self._processable(logits, samplers)
         if self._is_greedy:
             return _named(distribution.argmax(distribution.log_probs(logits, samplers, paths)), columns).tolist()
@@ -123,14 +131,18 @@ class Candidates:
     def _processable(
         self, logits: torch.Tensor, samplers: Sequence[Sampler]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits that the samplers of nodes can process, and the tokens of their columns; None for their numbers."""
+        """Return logits that the samplers can process, and the tokens of their columns; None for token ids equal to
+        columns.
+        """
         if self._ids is None or any(sampler.is_processed for sampler in samplers):
             return self._spread(logits), None
         self._ids = self._ids.to(logits.device)  # once, not with every call
         return logits, self._ids
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """(M, V of the drafter) -> (M, V of the target): what it does not know is impossible."""
+        """Return logits (M, V of the target) from (M, V of the drafter); tokens outside of the drafter's vocabulary
+        get -inf.
+        """
         if self._vocabulary is not None:
             return self._vocabulary.spread(logits)
         return lm.fit_vocabulary(logits, self._vocab_size)
@@ -145,23 +157,23 @@ def _by_noise(
     columns: torch.Tensor | None,
     as_chances: bool,
 ) -> list[Scored]:
-    """Children by the noise that the target draws with.
+    """Rank children by the noise that the target draws with.
 
-    The token that wins here wins there unless another comes near: the chance of each is its share by its distance to
-    the winner.
+    The token that wins here is the target's draw unless another token comes close. The probability of each token is
+    its share by the distance to the winner.
     """
     found, gaps = distribution.choose_siblings(logits, samplers, paths, positions, k, columns)
     return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
 
 
 def _named(found: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    """Tokens of columns; -1 stays."""
+    """Return the tokens of columns; -1 stays -1."""
     return found if columns is None else torch.where(found >= 0, columns.to(found.device)[found.clamp(min=0)], -1)
 
 
 def _paired(tokens: torch.Tensor, scores: torch.Tensor) -> list[Scored]:
-    """Tokens (M, k) and scores float64, without what is impossible or not a number."""
-    if tokens.device.type != "cpu":  # one round trip instead of two; float64 holds all tokens
+    """Return tokens (M, k) with float64 scores as lists, without impossible tokens and NaN."""
+    if tokens.device.type != "cpu":  # one transfer instead of two; float64 represents all ids
         scores, names = torch.stack([scores, tokens.double()]).cpu()
         tokens = names.long()
     return [

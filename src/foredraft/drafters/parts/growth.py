@@ -1,4 +1,4 @@
-"""Drafts that grow level by level, with whatever can say what follows a node: a smaller model, the target, heads."""
+"""Drafts that grow level by level, for any source of logits: a smaller model, the target, or heads."""
 
 from __future__ import annotations
 
@@ -23,36 +23,39 @@ from foredraft.sampling.processors import Sampler
 from foredraft.tree import DraftPlan, DraftTree
 
 SHARPNESS = 1.5
-"""Power to which a drafter's distribution is raised, and normalised, where it is to say how likely tokens are to be
-taken by a greedy target, until outcomes show which is right. Such a target takes its likeliest token however flat its
-distribution is, so the first choice of a good drafter is right more often than its distribution says; that of a poor
-one is not."""
-RATE = 0.05  # of the sharpness, by the difference of an outcome from what was said of it
+"""First exponent of the drafter's distribution, which is then normalised, for estimating acceptance by a greedy target.
+
+A greedy target takes its likeliest token however flat its distribution is. So the first choice of a good drafter is
+right more often than its probability, and the first choice of a poor drafter is not. Outcomes adjust the exponent.
+"""
+RATE = 0.05  # change of the sharpness per unit of difference between an outcome and its estimate
 FLATTEST, SHARPEST = 0.5, 4.0
 
 
 @dataclass(eq=False)
 class GrowingDraft:
-    """The tree of one row in the making.
+    """Tree of one row while it grows.
 
     Args:
-      row: row that is drafted for; node 0 is its pending token.
-      cap: levels below the root at most; 0 for no draft.
-      plan: plan of the length policy; None without one.
-      max_nodes: root included.
-      num_branches: siblings per node at most.
-      beam_width: nodes of a level that are expanded at most.
-      least: score from which on nodes are expanded.
-      shape: static tree of which every node is filled; None for a draft that takes shape as it grows.
+      row: row of the draft; node 0 is its pending token.
+      cap: largest number of levels below the root; 0 for no draft.
+      plan: plan of the length policy; None without a policy.
+      max_nodes: largest number of nodes, root included.
+      num_branches: largest number of children per node.
+      beam_width: largest number of nodes per level that are expanded.
+      least: lowest score of a node that is expanded.
+      shape: static tree to fill; None for a dynamic tree.
 
     Attributes:
-      tokens, parents, depths: of the nodes.
-      scores: by node, the sum along its path, the higher the likelier; never above that of the parent.
-      probs: by node, the distribution (V,) that its children were drawn from, where the acceptance rule needs it.
-      frontier: nodes that are to be expanded next, the best one first.
-      spots: by node, the node of the static tree that it fills.
-      child_of: by parent and token, the node.
-      column_of: number of columns behind the text of the row, by node that was fed to a model; see `FedNodes`.
+      tokens, parents, depths: token, parent and depth of every node.
+      scores: sum of the scores along each node's path; higher is likelier, and never above the parent's score.
+      probs: for some nodes, the distribution (V,) that their children were drawn from, if the acceptance rule needs
+        it.
+      frontier: nodes to expand next, the best one first.
+      spots: for each node, the node of the static tree that it fills.
+      child_of: child node by parent and token.
+      column_of: for each node that was fed to a model, its cache column counted from the end of the row; see
+        `FedNodes`.
     """
 
     row: Row
@@ -82,11 +85,11 @@ class GrowingDraft:
         return self.max_nodes - len(self.tokens)
 
     def width(self, node: int) -> int:
-        """Largest number of children of a node."""
+        """Return the largest number of children of a node."""
         return self.num_branches if self.shape is None else len(self.shape.children[self.spots[node]])
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
-        """Add a child; ``score`` is its own, at most 0."""
+        """Add a child with its own score, at most 0, and return its index."""
         self.child_of[parent, token] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -95,14 +98,14 @@ class GrowingDraft:
         return len(self.tokens) - 1
 
     def child(self, parent: int | None, token: int) -> int | None:
-        """The child that carries a token, new or old; None where it would be too deep, or in the air."""
+        """Return the child with this token, added if new; None if it would be too deep or the parent is None."""
         if parent is None or self.depths[parent] >= self.cap:
             return None
         node = self.child_of.get((parent, token))
         return self.add(parent, token) if node is None else node
 
     def add_path(self, tokens: Iterable[int], max_nodes: int = sys.maxsize) -> None:
-        """One continuation of the root, as far as ``max_nodes`` in all allow; what is there already counts once."""
+        """Add a continuation of the root until the draft has ``max_nodes`` nodes; existing nodes are reused."""
         node: int | None = 0
         for token in tokens:
             if len(self.tokens) >= max_nodes and (node, token) not in self.child_of:
@@ -110,7 +113,9 @@ class GrowingDraft:
             node = self.child(node, token)
 
     def fill(self, parent: int, tokens: Iterable[int]) -> None:
-        """Give a node of a static tree its children, the best first; those that have any are to be expanded in turn."""
+        """Add the children of a node of the static tree, best first; children that have children of their own join the
+        frontier.
+        """
         if self.shape is not None:
             for spot, token in zip(self.shape.children[self.spots[parent]], tokens, strict=False):
                 node = self.add(parent, token)
@@ -119,12 +124,12 @@ class GrowingDraft:
                     self.frontier.append(node)
 
     def take_frontier(self) -> list[int]:
-        """The nodes that are to be expanded, whose children make the next frontier."""
+        """Return the nodes to expand, and start an empty frontier for their children."""
         frontier, self.frontier = self.frontier, []
         return frontier
 
     def path(self, node: int) -> list[int]:
-        """Nodes from below the root to ``node``."""
+        """Return the nodes on the path to ``node``, root excluded."""
         nodes = []
         while node > 0:
             nodes.append(node)
@@ -135,7 +140,9 @@ class GrowingDraft:
         return tuple(self.tokens[i] for i in self.path(node))
 
     def columns_along(self, tokens: Iterable[int]) -> list[int]:
-        """Columns, counted from the end of the text, of the fed nodes along a path of tokens from the root."""
+        """Return the cache columns, counted from the end of the row, of the fed nodes along a path of tokens from the
+        root.
+        """
         node, columns = 0, []
         for token in tokens:
             node = self.child_of.get((node, token), -1)
@@ -145,10 +152,11 @@ class GrowingDraft:
         return columns
 
     def can_gain(self, least_mass: float) -> bool:
-        """Whether children of the frontier could be among the best nodes, and are as likely as this together.
+        """Return whether children of the frontier could be among the best nodes, and have at least this total
+        probability.
 
-        A child has at most the score of its parent, and of equal ones the earlier stay: where the best of the frontier
-        is no better than the last of the best nodes so far, nothing that comes can be among these.
+        A child's score is at most its parent's, and ties keep the earlier node. So if the best score in the frontier
+        does not exceed the last of the best nodes so far, no child can be among them.
         """
         scores = [self.scores[node] for node in self.frontier]
         if sum(map(exp, scores)) < least_mass:
@@ -157,19 +165,20 @@ class GrowingDraft:
         return len(ranked) < self.max_nodes - 1 or self.max_nodes < 2 or max(scores) > ranked[self.max_nodes - 2]
 
     def best(self, max_nodes: int) -> list[int]:
-        """The nodes with the highest scores, root included, ascending; of equal ones those that came first.
+        """Return the nodes with the highest scores in ascending order, root included; ties keep the earlier node.
 
-        A node's score is never above its parent's, and parents come first: what is chosen is a tree.
+        A node's score is at most its parent's, and parents come first, so the chosen nodes form a tree.
         """
         others = sorted(range(1, len(self.tokens)), key=self.scores.__getitem__, reverse=True)
         return [0, *sorted(others[: max_nodes - 1])]
 
     def tree(self, source: str, *, has_chances: bool = False, is_whole: bool = False) -> DraftTree:
-        """All of it, as the engine takes it.
+        """Return the whole draft as a `DraftTree`.
 
         Args:
-          has_chances: scores are logarithms of how likely paths are to be accepted.
-          is_whole: it must not be cut.
+          source: name of the drafter.
+          has_chances: True if the scores are log-probabilities that the paths are accepted.
+          is_whole: True if the tree must not be cut.
         """
         table = None
         scores = tuple(map(exp, self.scores)) if has_chances else None
@@ -182,58 +191,61 @@ class GrowingDraft:
 
 
 def growing(drafts: Sequence[GrowingDraft]) -> list[GrowingDraft]:
-    """Drafts that may have tokens, in the order of their slots."""
+    """Return the drafts that may have tokens, in the order of their slots."""
     return sorted((draft for draft in drafts if draft.cap > 0), key=lambda draft: draft.row.slot)
 
 
 class Expander(Protocol):
-    """Says what follows the nodes of growing drafts. State per node is its own: nodes keep their numbers."""
+    """Source of the logits after the nodes of growing drafts, which may store state per node, as node indices are
+    stable.
+    """
 
     def open(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Logits (B, V) after the pending token of every row."""
+        """Return logits (B, V) after the pending token of every row."""
         ...
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Logits (M, V) after the nodes of all frontiers, draft by draft, each in its order."""
+        """Return logits (M, V) after all frontier nodes, draft by draft, each in the order of its frontier."""
         ...
 
 
 class Growth:
-    """How drafts grow: which nodes get children, which of these stay, and which of these are expanded in turn.
+    """Rules by which drafts grow: which nodes get children, which children stay, and which of these are expanded next.
 
-    A drafter has one and lends it an `Expander`. Every level costs one call of it, for all rows together. A dynamic
-    tree takes shape by what the expander says; of a static one every node is known beforehand but its token: the r-th
-    child of a node is the r-th best successor.
+    A drafter owns one `Growth` and passes it an `Expander`. Every level costs one call of the expander, for all rows
+    together. The shape of a dynamic tree depends on the expander's logits. In a static tree only the tokens are
+    unknown: the r-th child of a node is its r-th best successor.
 
     Args:
-      target_vocab_size: what the drafter's logits are cut or padded to.
-      policy: of dynamic trees; decides before every level whether to go on.
-      num_branches: siblings per node; 1 drafts chains.
-      beam_width: nodes that are expanded per level; ``num_branches`` by default.
-      reranks: under "match", let all children stay while the draft grows, and choose the best ``max_nodes`` of them all
-        in the end; otherwise only the nodes that are expanded stay.
-      tree: static, whose most valuable nodes within the budget of a row are filled.
-      max_depth: of a static tree, levels below the root at most; None for all of them.
+      target_vocab_size: width to which the drafter's logits are cut or padded.
+      policy: length policy of dynamic trees, which decides before every level whether to go on.
+      num_branches: number of children per node; 1 drafts chains.
+      beam_width: number of nodes that are expanded per level; ``num_branches`` by default.
+      reranks: True to keep all children while the draft grows under "match", and choose the best ``max_nodes`` of them
+        at the end; otherwise only the expanded nodes are kept.
+      tree: static tree; its most valuable nodes within the draft size of a row are filled.
+      max_depth: largest number of levels of a static tree below the root; None for all levels.
       sample_method: "probabilistic" draws from the processed distribution of the drafter, "greedy" takes its likeliest
         tokens.
-      acceptance: the rule of the engine. Under "match" siblings are the Gumbel-top-k of the drafter's distribution with
-        the noise of the target, so the best one is what the target would draw from that distribution. Under rules that
-        need a distribution they are draws from a stream of their own, in draw order, none of them dropped, and the tree
-        carries their distribution; of a dynamic tree first draws alone are expanded. Under others they are the
-        likeliest.
-      max_nodes: limit of a draft, root included; None for what depth and branches amount to, or all of the tree.
-      vocabulary: tokens that the columns of the drafter's logits stand for, where these are not all.
-      least_mass: with reranking, the sum of the chances of the nodes that would be expanded next, below which a level
-        costs more than it can bring; 0 for any.
-      sharpness: power to which the drafter's distribution is raised where chances are those of a greedy target; None
-        learns by which the first choices of drafts are right as often as they are said to be.
+      acceptance: acceptance rule of the engine. Under "match" siblings are the Gumbel-top-k of the drafter's
+        distribution with the target's noise, so the best one is the target's draw from that distribution. Under rules
+        that need a distribution, siblings are draws from a separate stream, in draw order; none of them is dropped,
+        the tree carries their distribution, and only first draws are expanded in a dynamic tree. Under other rules
+        siblings are the likeliest tokens.
+      max_nodes: largest number of nodes of a draft, root included; None for no limit beyond depth and branches, or for
+        the whole static tree.
+      vocabulary: tokens of the columns of the drafter's logits, if they do not cover the target's vocabulary.
+      least_mass: with reranking, total probability of the nodes to expand, below which a level costs more than it can
+        gain; 0 for no minimum.
+      sharpness: exponent of the drafter's distribution in acceptance estimates for a greedy target. None learns the
+        exponent at which the first choices of drafts are right as often as estimated.
 
     Attributes:
-      sharpness: the power at present.
+      sharpness: current exponent.
 
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
     path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858); static trees as in Medusa (Cai et al. 2024,
-    arXiv:2401.10774); Gumbel-top-k (Kool et al. 2019, arXiv:1903.06059) for siblings. Deviation: where the target draws
+    arXiv:2401.10774); Gumbel-top-k (Kool et al. 2019, arXiv:1903.06059) for siblings. Deviation: if the target draws
     with the same noise, nodes are ranked by the shares of siblings under that noise.
     """
 
@@ -274,29 +286,35 @@ class Growth:
 
     @property
     def columns(self) -> tuple[int, torch.Tensor | None]:
-        """How many columns of logits count, and their tokens; see `Candidates`."""
+        """Number of logit columns to use, and their tokens; see `Candidates`."""
         return self._candidates.columns
 
     @property
     def drafts_chains(self) -> bool:
-        """Whether no draft ever branches."""
+        """True if no draft ever branches."""
         return self.tree is None and (not self.takes_trees or self._num_branches == self._beam_width == 1)
 
     @property
     def is_unconditional(self) -> bool:
-        """Whether drafts depend on the expander and their row's sampler alone: reranked, and as long as they may be."""
+        """True if drafts depend only on the expander and the row's sampler: they are reranked, and no policy ends them
+        early.
+        """
         return self._reranks and self._shares_noise and self.policy.looks_at == NOTHING
 
     def ranks_by_scores(self, sampler: Sampler) -> bool:
-        """Whether tokens are ranked by logits, or by noise and what temperature, top-k, top-p and min-p leave."""
+        """Return whether tokens are ranked by logits, or by noise and the result of temperature, top-k, top-p and
+        min-p alone.
+        """
         if sampler.is_processed:
             return False
         return sampler.is_greedy or (sampler.warper.has_shortcut and not self._is_greedy)
 
-    # -- the life of a draft -----------------------------------------------------------------------------------
+    # -- drafts ------------------------------------------------------------------------------------------------
 
     def begin(self, row: Row, budget: DraftSize, reach: int = sys.maxsize) -> GrowingDraft:
-        """An empty draft for one row, as deep as policy, budget and the drafter's own ``reach`` allow."""
+        """Return an empty draft for one row, as deep as the policy, the draft size and the drafter's own limit
+        ``reach`` allow.
+        """
         allowed = DraftSize.of(budget)
         if self.tree is not None:
             shape = self._shape(self.tree, allowed, reach)
@@ -313,7 +331,7 @@ class Growth:
         )
 
     def _shape(self, tree: RankTree, budget: DraftSize, reach: int) -> RankTree:
-        """What of a static tree there is room for."""
+        """Return the part of a static tree within the draft size."""
         depth = min(budget.depth, reach, tree.depth if self._max_depth is None else self._max_depth)
         key = min(depth, tree.depth), min(budget.max_nodes(self._max_nodes), len(tree))
         chains_only = budget.chains_only or not self.takes_trees
@@ -322,11 +340,11 @@ class Growth:
         return self._shapes[*key, chains_only]
 
     def use(self, tree: RankTree) -> None:
-        """Fill another tree from now on, all of it."""
+        """Fill another static tree from now on, all of it."""
         self.tree, self._max_nodes, self._shapes = tree, None, {}
 
     def grow(self, drafts: Sequence[GrowingDraft], expander: Expander) -> None:
-        """Grow drafts to their end. Those with a cap of 0 stay as they are, but the expander is shown them."""
+        """Grow drafts to their end; drafts with a cap of 0 do not change, but are passed to the expander."""
         self._extend(drafts, expander.open(drafts), 0)
         for level in range(1, max(draft.cap for draft in drafts)):
             for draft in drafts:
@@ -337,7 +355,7 @@ class Growth:
             self._extend(drafts, expander.expand(drafts), level)
 
     def argmax_depths(self, drafts: Sequence[GrowingDraft]) -> list[int] | None:
-        """Lengths of drafts where `grow` would add chains of the largest logits and nobody asks for more, else None."""
+        """Return the lengths of the drafts if `grow` would only add chains of the largest logits, else None."""
         if not self.drafts_chains or self._reranks or self._is_greedy or self.policy.looks_at != NOTHING:
             return None
         if not all(draft.row.sampler.is_argmax for draft in drafts):
@@ -345,18 +363,18 @@ class Growth:
         return [min(draft.cap, draft.room) for draft in drafts]
 
     def finish(self, draft: GrowingDraft, source: str) -> DraftTree:
-        """The draft that is proposed."""
+        """Return the finished draft."""
         tree = draft.tree(source, has_chances=self._reranks)
         return tree.restricted(draft.best(draft.max_nodes)) if self._reranks else tree
 
     def end(self, row: Row, result: StepResult) -> None:
-        """Take in the outcome of a step."""
+        """Record the outcome of a step."""
         self.policy.update(row, result.tree.depth, result.num_accepted)
         if self._learns and len(result.tree) > 1 and row.sampler.is_greedy:
             self._follow(result.tree, result.emitted[0])
 
     def _follow(self, tree: DraftTree, emitted: int) -> None:
-        """Sharpen the distribution if first choices are right more often than their scores say, else flatten it."""
+        """Raise the exponent if first choices are right more often than estimated, else lower it."""
         if tree.scores is not None:
             first = max(tree.children[0], key=tree.scores.__getitem__)
             error = (emitted == tree.tokens[first]) - tree.scores[first]
@@ -368,7 +386,7 @@ class Growth:
         return bool(draft.frontier) and level < draft.cap and (self._reranks or draft.room > 0)
 
     def _extend(self, drafts: Sequence[GrowingDraft], logits: torch.Tensor, level: int) -> None:
-        """Add the children of the frontier, and make the next frontier of them."""
+        """Add the children of the frontier, and make the next frontier from them."""
         starts = list(accumulate((len(draft.frontier) for draft in drafts), initial=0))
         growing = self._growing(drafts, logits, level, starts)
         picks = [_Pick.of(drafts[i], node, starts[i] + j) for i in growing for j, node in enumerate(drafts[i].frontier)]
@@ -390,7 +408,9 @@ class Growth:
     def _growing(
         self, drafts: Sequence[GrowingDraft], logits: torch.Tensor, level: int, starts: Sequence[int]
     ) -> list[int]:
-        """Drafts with a further level. The policy sees the distribution at the first node of the frontier, the best."""
+        """Return the indices of drafts that get another level. The policy sees the distribution at the best frontier
+        node.
+        """
         growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
         if not growing or not self.policy.looks(level):
             return growing
@@ -405,8 +425,8 @@ class Growth:
         return [i for i in growing if level < drafts[i].cap]
 
     def _add(self, draft: GrowingDraft, pool: list[_Candidate]) -> None:
-        """Let the best children of a level stay, the best of which are expanded next."""
-        if self._is_sampled(draft.row):  # none may be dropped for its value: all stay, the first draw is expanded
+        """Keep the best children of a level, and put the best of these into the frontier."""
+        if self._is_sampled(draft.row):  # draws must not be dropped by value: all stay, the first one is expanded
             draft.frontier = [draft.add(node, token) for _, node, token, _ in pool][:1]
             return
         pool.sort(key=lambda candidate: -candidate[0])
@@ -415,12 +435,14 @@ class Growth:
         draft.frontier = [node for node in nodes[: draft.beam_width] if draft.scores[node] >= draft.least]
 
     def fill(self, drafts: Sequence[GrowingDraft], logits: torch.Tensor) -> None:
-        """Fill static trees where what follows a node depends on its depth alone.
+        """Fill static trees whose logits depend on the depth alone.
 
-        All nodes of a level have the same candidates; of draws, too, since only one of them can be reached, by choices
-        that the draws have no part in. What processors look at is the text without the draft.
+        All nodes of a level have the same candidates. This is also correct for draws: only one node per level can be
+        reached, and the choices that lead to it are independent of the draws. Processors see the row without the
+        draft.
 
         Args:
+          drafts: drafts to fill.
           logits: (B, D, V) after the nodes of depth 0, 1, ... of every draft.
         """
         picks = [
@@ -437,10 +459,12 @@ class Growth:
                     if probs is not None:
                         draft.probs[node] = probs
 
-    # -- what follows nodes ------------------------------------------------------------------------------------
+    # -- successors of nodes -----------------------------------------------------------------------------------
 
     def _successors(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor | None]]:
-        """Tokens after every node, the best or the first drawn one first, and the distribution that draws are from."""
+        """Return for every node its successors, the best or first drawn one first, and the distribution they were
+        drawn from.
+        """
         found: dict[int, tuple[Scored, torch.Tensor | None]] = {}
         for is_sampled in (False, True):
             group = [i for i, pick in enumerate(picks) if self._is_sampled(pick.draft.row) == is_sampled]
@@ -451,11 +475,11 @@ class Growth:
         return [found[i] for i in range(len(picks))]
 
     def _is_sampled(self, row: Row) -> bool:
-        """Whether the children of this row's nodes are draws from a distribution that the acceptance rule asks for."""
+        """Return whether the row's drafts are draws from a distribution that the acceptance rule needs."""
         return self._needs_probs and not row.sampler.is_greedy
 
     def _best(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, None]]:
-        """By the target's own noise, or the likeliest."""
+        """Return the best successors under the target's noise, or the likeliest ones."""
         places = _places(picks)
         if self.drafts_chains:
             return [([(token, 0.0)] if token >= 0 else [], None) for token in self._candidates.only(logits, *places)]
@@ -464,7 +488,9 @@ class Growth:
         return [(scored[: pick.width], None) for pick, scored in zip(picks, found, strict=True)]
 
     def _drawn(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor]]:
-        """Draws without replacement from the drafter's own distribution, from a stream that the target never uses."""
+        """Draw successors without replacement from the drafter's distribution, from a stream that the target never
+        uses.
+        """
         found = []
         samplers, paths, _ = _places(picks)
         for pick, log_probs in zip(picks, self._candidates.whole(logits, samplers, paths), strict=True):
@@ -475,25 +501,27 @@ class Growth:
         return found
 
     def ranked(self, logits: torch.Tensor, sampler: Sampler, positions: Sequence[int], k: int) -> list[list[int]]:
-        """The k best successors of places in the text of a row, best first, as they would fill a tree."""
+        """Return the k best successors at positions of a row, best first, as they would fill a tree."""
         places = [sampler] * len(positions), [()] * len(positions), positions
         return [[token for token, _ in scored] for scored in self._candidates.best(logits, *places, k)]
 
 
 _Candidate = tuple[float, int, int, float]
-"""Score of the path, parent, token and own score of a child that may stay."""
+"""Possible child: score of its path, parent, token, and its own score."""
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """A node that is about to get children.
+    """Node that is about to get children.
 
     Args:
-      index: of its logits in their list.
+      draft: draft of the node.
+      node: index of the node in the draft.
+      index: row of the node's logits.
       path: draft tokens up to the node, as far as they are known.
-      depth: of the node.
-      width: how many children it gets.
-      branch: tells nodes of equal depth apart, whose children are draws.
+      depth: depth of the node.
+      width: number of children to add.
+      branch: index that distinguishes nodes of equal depth whose children are draws.
     """
 
     draft: GrowingDraft
@@ -506,18 +534,18 @@ class _Pick:
 
     @classmethod
     def of(cls, draft: GrowingDraft, node: int, index: int) -> _Pick:
-        """A node of the frontier."""
+        """Make the pick of a frontier node."""
         branch = 0 if draft.shape is None else draft.spots[node]
         return cls(draft, node, index, draft.path_tokens(node), draft.depths[node], draft.width(node), branch)
 
 
 def _picked(logits: torch.Tensor, picks: Sequence[_Pick]) -> torch.Tensor:
-    """Logits of the picked nodes, without a copy where these are all."""
+    """Return the logits of the picked nodes, without a copy if all nodes are picked."""
     return logits if len(picks) == len(logits) else logits[[pick.index for pick in picks]]
 
 
 def _places(picks: Sequence[_Pick]) -> tuple[list[Sampler], list[Path], list[int]]:
-    """Samplers and paths of the picked nodes, and the positions of the tokens that follow them."""
+    """Return samplers and paths of the picked nodes, and the positions of their successors."""
     rows = [pick.draft.row for pick in picks]
     positions = [len(row.token_ids) + pick.depth for row, pick in zip(rows, picks, strict=True)]
     return [row.sampler for row in rows], [pick.path for pick in picks], positions

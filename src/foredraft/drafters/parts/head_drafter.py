@@ -1,4 +1,4 @@
-"""Drafters over heads, and the states that heads draft from: made of what the target computes of the text."""
+"""Drafters that use heads, and the states they draft from, computed from the target's features."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from foredraft.tree import DraftTree
 
 @dataclass(eq=False)
 class HeadRow(RowState):
-    """Hidden states that heads draft from in a row.
+    """Hidden states of a row that heads draft from.
 
     Args:
-      drafter: makes the states.
-      last: the state (H,) of the last committed token; None where there is none yet.
-      owed: inputs of committed tokens whose states are made later.
-      first: index in the text of the first of these tokens.
+      drafter: drafter that makes the states.
+      last: state (H,) of the last committed token; None if there is none yet.
+      owed: inputs of committed tokens whose states are computed later.
+      first: index in the row of the first of these tokens.
     """
 
     drafter: HeadDrafter
@@ -35,7 +35,7 @@ class HeadRow(RowState):
         return HeadRow(self.drafter, self.last)
 
     def taken(self) -> torch.Tensor:
-        """The inputs that are owed, which are none any more."""
+        """Return the deferred inputs, and clear them."""
         inputs, self.owed = self.owed, []
         return inputs[0] if len(inputs) == 1 else torch.cat(inputs)
 
@@ -45,11 +45,13 @@ class HeadRow(RowState):
 
 
 class HeadDrafter(Drafter):
-    """Drafts from one state per row, that of the last committed token; no draft where the prompt is a single token.
+    """Drafter that drafts from one state per row, the state of the last committed token.
+
+    A row with a prompt of a single token has no such state at first, and no draft.
 
     Attributes:
-      growth: decides how drafts grow.
-      reach: levels that the heads can draft.
+      growth: rules by which drafts grow.
+      reach: number of levels that the heads can draft.
     """
 
     growth: Growth
@@ -59,35 +61,36 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def _inputs_of(self, features: Features, nodes: Sequence[int]) -> torch.Tensor:
-        """The part of the target's features that heads read, of some nodes: (n, ...)."""
+        """Return the part of the target's features that the heads read, for some nodes: (n, ...)."""
 
     def _take_in(self, rows: Sequence[Row], inputs: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Make states of the next tokens of rows.
+        """Compute the states of the next tokens of rows.
 
         Args:
-          inputs: by row (n, ...), see `_inputs_of`.
-          starts: index in its text of the first token of every row.
+          rows: rows of the tokens.
+          inputs: per row (n, ...), see `_inputs_of`.
+          starts: per row, index in the row of the first of these tokens.
         """
         for row, states in zip(rows, inputs, strict=True):
             self.state_of(row).last = states[-1].clone()
 
     def state_of(self, row: Row) -> HeadRow:
-        """The state of a row, a new one where it has none."""
+        """Return the state of a row, a new one if it has none."""
         if self not in row.state:
             row.state[self] = HeadRow(self)
         state: HeadRow = row.state[self]
         return state
 
     def has_state(self, row: Row) -> bool:
-        """Whether there is anything to draft from."""
+        """Return whether the row has a state to draft from."""
         return self in row.state and (row.state[self].last is not None or bool(row.state[self].owed))
 
     def last_of(self, rows: Sequence[Row]) -> torch.Tensor:
-        """States of the last committed tokens of several rows, (B, H)."""
+        """Return the states (B, H) of the last committed tokens of several rows."""
         return torch.stack([row.state[self].last for row in rows])
 
     def settle(self, rows: Iterable[Row]) -> None:
-        """Make all states of rows that are still to be made."""
+        """Compute all deferred states of rows."""
         owing = [row for row in rows if self in row.state and row.state[self].owed]
         if owing:
             states = [self.state_of(row) for row in owing]
@@ -112,10 +115,10 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def _grow(self, drafts: Sequence[GrowingDraft]) -> None:
-        """Grow drafts of rows that have states to their end, in the order of their slots."""
+        """Grow the drafts of rows that have states, given in the order of their slots."""
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Take in what steps have committed: the token that was pending, and all that was emitted but the last."""
+        """Record the committed tokens: the former pending token, and all emitted tokens but the last."""
         inputs = [self._inputs_of(result.committed, range(len(result.emitted))) for result in results]
         starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
         if rows:

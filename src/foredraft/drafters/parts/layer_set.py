@@ -1,5 +1,7 @@
-"""Which layers of a model are left out, and cheaper forms of it: without them, over 4-bit weights, or both; and
-SWIFT, which finds such layers while it decodes."""
+"""Sets of skipped layers, cheaper forms of a model (with skipped layers, 4-bit weights, or both), and the SWIFT
+search.
+
+SWIFT finds layers to skip while decoding."""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ FORMAT = "foredraft-layer-set"
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Which residual branches are left out while drafting.
+    """Residual branches that are skipped while drafting.
 
     Args:
       attention, mlp: indices of the layers, ascending.
-      num_layers: of the model that the set is for; None for any.
-      details: how it was found; kept as it is.
+      num_layers: number of layers of the model that the set is for; None for any.
+      details: information on the origin of the set, kept unchanged.
     """
 
     attention: tuple[int, ...] = ()
@@ -39,7 +41,7 @@ class LayerSet:
 
     @classmethod
     def given(cls, options: LayerSetOptions, num_layers: int) -> LayerSet | None:
-        """The set that options give, for a model of ``num_layers`` layers; None where they give none."""
+        """Return the set that the options give for a model of ``num_layers`` layers, or None if they give none."""
         if isinstance(options, LayerSkipOptions) and options.exit_layer is not None:
             return cls.exit_at(options.exit_layer, num_layers)
         if options.layer_set is not None:
@@ -50,20 +52,23 @@ class LayerSet:
 
     @classmethod
     def exit_at(cls, layer: int, num_layers: int) -> LayerSet:
-        """Everything from ``layer`` on: early exit, the first ``layer`` layers and the head draft.
+        """Return the set of all layers from ``layer`` on, for early exit: the first ``layer`` layers and the output
+        layer draft.
 
         Raises: ConfigError unless 1 <= layer < num_layers.
         """
         if not 1 <= layer < num_layers:
-            raise ConfigError(f"exit_layer is {layer}; the model has {num_layers} layers, so 1..{num_layers - 1} exit")
+            raise ConfigError(
+                f"exit_layer is {layer}; the model has {num_layers} layers, so it must be in 1..{num_layers - 1}"
+            )
         rest = tuple(range(layer, num_layers))
         return cls(rest, rest, num_layers)
 
     @classmethod
     def load(cls, path: str | Path) -> LayerSet:
-        """Read what ``save`` (and ``foredraft tune layer-skip``) wrote.
+        """Read a file that ``save`` or ``foredraft tune layer-skip`` wrote.
 
-        Raises: ConfigError for a file that is missing or something else.
+        Raises: ConfigError for a missing file or one of another kind.
         """
         path = Path(path).expanduser()
         content = read_own_json(path, FORMAT, "layer set", "foredraft tune layer-skip")
@@ -76,13 +81,13 @@ class LayerSet:
             )
         except KeyError as error:
             raise ConfigError(
-                f"layer set {path} lacks a proper {error}; make one by foredraft tune layer-skip"
+                f"the layer set {path} has no entry {error}; make a new one with foredraft tune layer-skip"
             ) from None
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is not a layer set: {error}; make one by foredraft tune layer-skip") from None
+            raise ConfigError(f"{path} is not a layer set: {error}; make one with foredraft tune layer-skip") from None
 
     def save(self, path: str | Path) -> None:
-        """Write a small JSON file."""
+        """Write the set to a JSON file."""
         content = {
             "format": FORMAT,
             "num_layers": self.num_layers,
@@ -93,40 +98,52 @@ class LayerSet:
         keep_json(Path(path), content)
 
     def check(self, num_layers: int, model_name: str) -> None:
-        """Raises: ConfigError when a layer is named that the model does not have, or the set is for another depth."""
+        """Check that the set fits a model.
+
+        Raises: ConfigError if the set is for another number of layers, or names a layer that the model does not have.
+        """
         if self.num_layers is not None and self.num_layers != num_layers:
             raise ConfigError(
-                f"the layer set is for a model of {self.num_layers} layers and {model_name} has {num_layers}; "
-                "search one for this model by foredraft tune layer-skip"
+                f"the layer set is for a model of {self.num_layers} layers, and {model_name} has {num_layers}; make "
+                "one for this model with foredraft tune layer-skip"
             )
         for kind, indices in (("skipped_attention", self.attention), ("skipped_mlp", self.mlp)):
             missing = [index for index in indices if not 0 <= index < num_layers]
             if missing:
-                raise ConfigError(f"{kind} names layers {missing}, and {model_name} has 0..{num_layers - 1}")
+                raise ConfigError(
+                    f"{kind} contains the layers {missing}, and {model_name} has 0..{num_layers - 1}; remove them"
+                )
 
     def __len__(self) -> int:
-        """Number of sublayers left out."""
+        """Return the number of skipped sublayers."""
         return len(self.attention) + len(self.mlp)
 
 
 def _layers(content: dict[str, Any], key: str) -> tuple[int, ...]:
-    """Raises: KeyError, TypeError for anything but a list of whole numbers."""
+    """Read a list of layers.
+
+    Raises: KeyError if it is missing; TypeError for anything but a list of whole numbers.
+    """
     if not isinstance(content[key], list):
         raise TypeError(f"{key} is {content[key]!r}, not a list of layers")
     return tuple(sorted({_whole(layer, key) for layer in content[key]}))
 
 
 def _whole(value: object, key: str) -> int:
-    """Raises: TypeError for anything but a whole number, which int() would cut to one."""
+    """Return a whole number.
+
+    Raises: TypeError for other values, which int() would truncate.
+    """
     if type(value) is not int:
         raise TypeError(f"{key} has {value!r}, not a whole number")
     return value
 
 
 def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
-    """A variant of the target without these sublayers.
+    """Make a variant of the target that skips these sublayers.
 
-    Raises: ConfigError for layers that it does not have; UnsupportedModelError for layers that are built differently.
+    Raises: ConfigError for layers that the target does not have; UnsupportedModelError for layers of an unsupported
+    structure.
     """
     layer_set.check(target.num_layers, target.name)
 
@@ -134,9 +151,9 @@ def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
 
 
 def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_head: bool = False) -> CausalLM:
-    """A variant of the target over 4-bit weights, without some sublayers.
+    """Make a variant of the target with 4-bit weights that skips some sublayers.
 
-    Raises: ConfigError when no linear of the target can be quantised in such groups.
+    Raises: ConfigError if no linear layer of the target can be quantised in groups of this size.
     """
     layer_set.check(target.num_layers, target.name)
 
@@ -149,17 +166,17 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
 
 
 def leave_out(variant: CausalLM, layer_set: LayerSet) -> None:
-    """Take these sublayers out of a variant that is being made."""
+    """Skip these sublayers in a variant that is being made."""
     sublayers.SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(layer_set.attention, layer_set.mlp)
 
 
 def run_once(model: CausalLM) -> None:
-    """One forward over a token, in a cache of its own."""
+    """Run one forward pass over one token, in a cache of its own."""
     model.forward(Nodes.from_chains([[0]]), model.new_cache(1, capacity=8))
 
 
 Sublayer = tuple[str, int]
-"""Kind, "attention" or "mlp", and the index of the layer."""
+"""Sublayer as its kind, "attention" or "mlp", and the index of its layer."""
 
 FEWEST_LAYERS = 3
 SKIP_RATIO = 0.45
@@ -171,45 +188,46 @@ PATIENCE = 300
 
 
 class SwiftSearch:
-    """Which set to try next, which is the best, and when to stop. The number of sublayers left out never changes.
+    """Search for the best set of skipped sublayers, with a fixed number of them.
 
-    Source: SWIFT (Xia et al. 2024, arXiv:2410.06916) and its published program: first and last layer stay, 0.45 of the
-    other sublayers are left out, every other layer to begin with; a candidate exchanges one sublayer of the best set;
-    every 25th comes from Bayesian optimisation. Deviations: before a candidate replaces the best set, that is scored
-    again on the same tokens, since easy tokens (a text that repeats itself) let any set look good: on zoo:tiny the
-    published rule, which compares with an earlier score, ended at sets that were worse than its start.
-    The proposals are those of Optuna's tree-structured Parzen estimator where it is installed, else every candidate is
-    an exchange.
+    Source: SWIFT (Xia et al. 2024, arXiv:2410.06916) and its published program. The first and last layers are kept,
+    and 0.45 of the other sublayers are skipped, at first in every other layer. A candidate exchanges one sublayer of
+    the best set, and every 25th candidate comes from Bayesian optimisation. Deviation: before a candidate replaces the
+    best set, the best set is scored again on the same tokens, because easy tokens (repetitive text) make any set look
+    good. With the published rule, which compares with an earlier score, the search on zoo:tiny ended at sets that were
+    worse than its start. Bayesian proposals come from Optuna's tree-structured Parzen estimator if Optuna is
+    installed; otherwise every candidate is an exchange.
 
     Args:
-      num_layers: of the model.
-      start: set to begin with, whose size is kept; None for the published one.
-      seed: of exchanges and proposals.
+      num_layers: number of layers of the model.
+      start: first set, whose size is kept; None for the published one.
+      seed: seed of exchanges and proposals.
 
     Attributes:
       best_score: share of tokens that the best set has predicted; below 0 before the first trial.
 
-    Raises: ConfigError for fewer than three layers, and for a start that leaves out nothing or everything.
+    Raises: ConfigError for fewer than three layers, and for a start that skips no sublayer or all of them.
     Randomness: ``seed``.
     """
 
     def __init__(self, num_layers: int, start: LayerSet | None = None, seed: int = 0) -> None:
         if num_layers < FEWEST_LAYERS:
             raise ConfigError(
-                f"layer_search='swift' keeps the first and the last layer, and the model has {num_layers}; give a set"
+                f"layer_search='swift' keeps the first and the last layer, and the model has only {num_layers} layers; "
+                "leave layer_search out, and give the layers to skip"
             )
         self._num_layers = num_layers
         self._free: list[Sublayer] = [(kind, i) for kind in ("attention", "mlp") for i in range(1, num_layers - 1)]
         if start is not None and not 0 < len(self._members(start)) < len(self._free):
             raise ConfigError(
-                "layer_search='swift' needs a set to begin with that leaves out some sublayers, not all, between the "
-                "first and the last layer; correct it, or give none"
+                "layer_search='swift' needs a first set that skips some but not all sublayers between the first and "
+                "the last layer; correct the given set, or leave it out"
             )
         self._best = frozenset(self._first()) if start is None else self._members(start)
         self.best_score = -1.0
         self._random = random.Random(seed)
         self._names = [f"{kind}.{index}" for kind, index in self._free]
-        self._study: Any = None  # of Bayesian proposals
+        self._study: Any = None  # for Bayesian proposals
         if find_spec("optuna"):
             import optuna
 
@@ -219,7 +237,7 @@ class SwiftSearch:
         self._num_stale = 0
 
     def _first(self) -> list[Sublayer]:
-        """Every other layer, and as many sublayers as the ratio allows: 4 of 8 of six layers."""
+        """Return every other layer, up to the skip ratio: 4 of 8 sublayers for six layers."""
         size = max(1, round(SKIP_RATIO * len(self._free)))
         in_turn = [(kind, i) for i in range(1, self._num_layers - 1, 2) for kind in ("attention", "mlp")]
         return [*in_turn, *(sublayer for sublayer in self._free if sublayer not in in_turn)][:size]
@@ -237,7 +255,7 @@ class SwiftSearch:
         return self.best_score > GOOD_ENOUGH or self._num_stale >= PATIENCE or self.num_trials >= MAX_TRIALS
 
     def candidate(self) -> LayerSet:
-        """The next set to be scored; the start comes first."""
+        """Return the next set to score; the first one is the start."""
         if self.num_trials == 0:
             self._tried = self._best
         elif self._study is not None and self.num_trials % PROPOSAL_INTERVAL == 0:
@@ -252,7 +270,7 @@ class SwiftSearch:
         return self._best - {self._random.choice(left_out)} | {self._random.choice(remaining)}
 
     def _proposed(self) -> frozenset[Sublayer]:
-        """A set of Bayesian optimisation: the sublayers with the largest of one number each."""
+        """Return a set from Bayesian optimisation: the sublayers with the largest proposed numbers."""
         import optuna
 
         drawn = self._study.ask(dict.fromkeys(self._names, optuna.distributions.FloatDistribution(0.0, 1.0))).params
@@ -260,7 +278,7 @@ class SwiftSearch:
         return frozenset(self._free[i] for i in order[: len(self._best)])
 
     def _trial(self, score: float) -> Any:
-        """The candidate and its score, as a trial of Bayesian optimisation."""
+        """Return the candidate and its score as a trial of Bayesian optimisation."""
         import optuna
 
         params = {name: float(each in self._tried) for name, each in zip(self._names, self._free, strict=True)}
@@ -268,10 +286,11 @@ class SwiftSearch:
         return optuna.trial.create_trial(params=params, distributions=distributions, value=score)
 
     def tell(self, score: float, score_again: Callable[[LayerSet], float] | None = None) -> None:
-        """The share of the tokens that the candidate predicted.
+        """Record the score of the candidate, the share of tokens that it predicted.
 
         Args:
-          score_again: scores the best set so far on the same tokens. A candidate has to beat it there.
+          score: score of the candidate.
+          score_again: function that scores the best set so far on the same tokens. The candidate must beat this score.
         """
         if score > self.best_score and self.num_trials and score_again is not None:
             self.best_score = score_again(self.best)

@@ -1,4 +1,4 @@
-"""Which tokens have followed which others, in one text or in all of them: counts by context, and their file."""
+"""Counts of the tokens that followed each context, in one row or in all rows, and their state file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _FORMAT = "foredraft nasd 1"
 _TENSORS = ("contexts", "sizes", "totals", "tokens", "weights")
 
 Guess = Callable[[int], tuple[int, float]]
-"""What to draft at an unknown context: the number of the draft's node -> a token and its chance."""
+"""Function for unknown contexts, from the index of a draft node to a token and its estimated probability."""
 
 
 class NGramStorage:
-    """Successors of contexts, for texts that grow.
+    """Successor counts of contexts, for growing rows.
 
     Args:
-      ngram_size: tokens of the longest n-gram, the predicted one included; 2 or more.
-      num_branches: successors per context that can be drafted.
-      storage: "levels" keeps contexts of ``ngram_size`` - 1 tokens down to one and falls back from the longest to the
-        shortest; "single" keeps and tries the longest alone.
-      filler_weight: of a token that the target ranked high but did not choose.
+      ngram_size: number of tokens of the longest n-gram, the predicted one included; 2 or more.
+      num_branches: number of successors per context that can be drafted.
+      storage: "levels" keeps contexts of ``ngram_size`` - 1 tokens down to one, and falls back from the longest to the
+        shortest; "single" keeps only the longest.
+      filler_weight: weight of a token that the target ranked high but did not emit.
     """
 
     def __init__(
@@ -48,23 +48,26 @@ class NGramStorage:
         self._num_branches = num_branches
         self._filler_weight = filler_weight
         self.epoch = object()
-        """Changes with every `reset`: who remembers it knows whether counts of then are still here."""
+        """Object that is replaced by every `reset`, so that holders of an old one can detect the reset."""
         self._successors_of: dict[tuple[int, ...], Successors] = {}
 
     def __len__(self) -> int:
-        """Number of contexts."""
+        """Return the number of contexts."""
         return len(self._successors_of)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all counts."""
         self._successors_of = {}
         self.epoch = object()
 
     def extend(self, tokens: Sequence[int], ranked: Sequence[Sequence[int]], first: int) -> None:
-        """Count ``tokens[first:]``, each in its contexts, and what the target ranked high in the same places.
+        """Count ``tokens[first:]``, each in its contexts, together with the target's top tokens at the same positions.
 
-        ``ranked[i]`` are the target's best tokens, best first, for the place of ``tokens[first + i]``; it may
-        be shorter than the text. A place's own token is counted as observed and not as a runner-up too.
+        Args:
+          tokens: all tokens of the row.
+          ranked: ``ranked[i]`` are the target's top tokens, best first, at the position of ``tokens[first + i]``; the
+            list may be shorter than the tokens. The emitted token itself is counted once, as emitted.
+          first: index of the first token to count.
         """
         for place in range(max(first, 1), len(tokens)):
             runners_up = ranked[place - first] if place - first < len(ranked) else ()
@@ -77,10 +80,10 @@ class NGramStorage:
                     successors.add(tokens[place], 1.0)
 
     def successors(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
-        """The likeliest tokens after the longest known suffix of ``tokens``, best first, with their shares.
+        """Return the likeliest tokens after the longest known suffix of ``tokens``, best first, with their shares.
 
-        A context keeps one observation for the unknown, so shares sum to less than one. Empty when no context of a
-        size that is kept is known.
+        Each context reserves one observation for unknown tokens, so the shares sum to less than one. The list is empty
+        if no stored context matches.
         """
         for order in self._orders:
             if order <= len(tokens):
@@ -90,7 +93,9 @@ class NGramStorage:
         return []
 
     def log_shares(self, tokens: Sequence[int], guess: Guess | None = None) -> Callable[[int], Tensor | None]:
-        """Along the likeliest path, asked level by level: the logarithm of the best share, (1,); None at its end."""
+        """Return a function that gives, level by level, the log share (1,) of the best token, and None at the path's
+        end.
+        """
         context = list(tokens[-self._orders.start :])
 
         def next_share(depth: int) -> Tensor | None:
@@ -104,9 +109,10 @@ class NGramStorage:
         return next_share
 
     def draft(self, tokens: Sequence[int], depth: int, source: str = "", guess: Guess | None = None) -> DraftTree:
-        """The likeliest paths below the last token: at most ``num_branches`` * ``depth`` nodes drafted.
+        """Draft the likeliest paths below the last token, with at most ``num_branches`` * ``depth`` drafted nodes.
 
-        The score of a node is the product of the shares along its path. ``guess`` goes on where nothing is known.
+        The score of a node is the product of the shares along its path. ``guess`` continues the draft at unknown
+        contexts.
         """
         longest = self._orders.start
         nodes, parents, scores = [tokens[-1]], [-1], [1.0]
@@ -136,9 +142,9 @@ class NGramStorage:
     # -- the file --------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], vocab_size: int) -> None:
-        """Write all counts to a safetensors file, whole or not at all.
+        """Write all counts to a safetensors file atomically.
 
-        Raises: CheckpointError where that is not possible.
+        Raises: CheckpointError if the file cannot be written.
         """
         arrays = {f"{what}{order}": array for order in self._orders for what, array in self._table(order).items()}
         about = {"format": _FORMAT, "vocab_size": vocab_size, "ngram_size": self.ngram_size, "storage": self.kind}
@@ -157,18 +163,19 @@ class NGramStorage:
         }
 
     def load(self, path: str | os.PathLike[str], vocab_size: int) -> None:
-        """Take over the counts that `save` wrote, in the place of those that are here.
+        """Replace all counts by those that `save` wrote.
 
-        Raises: CheckpointError for a file that is missing, truncated, of another kind or damaged; ConfigError for one
-          of another vocabulary or of other n-grams.
+        Raises: CheckpointError for a file that is missing, truncated, of another kind or damaged; ConfigError for a
+        file of another vocabulary or of other n-grams.
         """
         about, arrays = read_state(path, _FORMAT, "n-gram storage")
         wanted = {"vocab_size": str(vocab_size), "ngram_size": str(self.ngram_size), "storage": self.kind}
         if any(about.get(name) != value for name, value in wanted.items()):
             raise ConfigError(
-                f"{path} holds n-grams of a vocabulary of {about.get('vocab_size')} tokens, ngram_size "
+                f"{path} was made for a vocabulary of {about.get('vocab_size')} tokens, ngram_size "
                 f"{about.get('ngram_size')} and storage {about.get('storage')!r}, but the target has {vocab_size} "
-                f"tokens, ngram_size is {self.ngram_size} and storage {self.kind!r}; use the file as it was made"
+                f"tokens, ngram_size is {self.ngram_size} and storage is {self.kind!r}; use the file with the model "
+                "and options that it was made with"
             )
         loaded: dict[tuple[int, ...], Successors] = {}
         for order in self._orders:
@@ -184,10 +191,10 @@ class NGramStorage:
 
 
 class Successors:
-    """Weights of the tokens seen after one context, and the heaviest few of them in order.
+    """Weights of the tokens after one context, and the heaviest few of them in order.
 
-    Weights only grow, so the ranking is kept by moving the token that grew; equal weights go to the most
-    recent.
+    Weights only grow, so the ranking is maintained by moving the token whose weight grew. Ties go to the most recent
+    token.
     """
 
     __slots__ = ("_best", "_limit", "_weight_of", "total")
@@ -200,7 +207,7 @@ class Successors:
 
     @classmethod
     def of(cls, entries: Sequence[tuple[int, float]], total: float, limit: int) -> Successors:
-        """Successors with these weights, the best first."""
+        """Make successors with these weights, the best first."""
         made = cls(limit)
         made._weight_of = dict(entries)
         made._best = [token for token, _ in entries[:limit]]
@@ -208,7 +215,7 @@ class Successors:
         return made
 
     def add(self, token: int, weight: float) -> None:
-        """Count ``token`` once more, with ``weight``."""
+        """Add ``weight`` to ``token``."""
         grown = self._weight_of.get(token, 0.0) + weight
         self._weight_of[token] = grown
         self.total += weight
@@ -222,17 +229,20 @@ class Successors:
         del best[self._limit :]
 
     def ranked(self) -> list[tuple[int, float]]:
-        """The heaviest tokens with their shares of all that was seen here and one unknown observation."""
+        """Return the heaviest tokens with their shares of the total weight plus one unknown observation."""
         return [(token, self._weight_of[token] / (self.total + 1.0)) for token in self._best]
 
     def entries(self) -> list[tuple[int, float]]:
-        """All tokens with their weights: those that are drafted first, in order, then the others by weight."""
+        """Return all tokens with their weights: the ranked ones in order, then the others by weight."""
         others = sorted(self._weight_of.keys() - set(self._best), key=lambda token: (-self._weight_of[token], token))
         return [(token, self._weight_of[token]) for token in (*self._best, *others)]
 
 
 def _check(path: str | os.PathLike[str], order: int, vocab_size: int, *table: np.ndarray) -> None:
-    """Refuse a table of contexts that `NGramStorage.save` would not have written."""
+    """Check a loaded table of contexts.
+
+    Raises: CheckpointError for a table that `NGramStorage.save` would not have written.
+    """
     contexts, sizes, totals, tokens, weights = table
     ids = np.concatenate([contexts.ravel(), tokens.ravel()])
     is_sound = (
@@ -246,4 +256,6 @@ def _check(path: str | os.PathLike[str], order: int, vocab_size: int, *table: np
         and weights.min(initial=1.0) > 0.0
     )
     if not is_sound:
-        raise CheckpointError(f"{path} holds contexts of {order} tokens that do not fit together; save it again")
+        raise CheckpointError(
+            f"{path} contains an inconsistent table of contexts of {order} tokens; the file is damaged; save it again"
+        )

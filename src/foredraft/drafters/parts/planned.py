@@ -1,4 +1,4 @@
-"""Drafters whose drafts are as long as a length policy says."""
+"""Drafters whose draft lengths come from a length policy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ State = TypeVar("State")
 
 
 class PlannedDrafter(ContextDrafter, Generic[State]):
-    """A `ContextDrafter` with a length policy: its drafts carry what that has planned, and their outcome is told.
+    """`ContextDrafter` with a length policy: its drafts carry the policy's plan, and the policy gets their outcomes.
 
     Args:
-      length_policy: decides how deep drafts are.
+      length_policy: policy that decides the depth of drafts.
     """
 
     def __init__(self, length_policy: LengthPolicy) -> None:
@@ -29,20 +29,22 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
 
     @abstractmethod
     def new_state(self, row: Row) -> State:
-        """The state of a row that begins, ``row.state[self]`` from then on."""
+        """Return the state of a new row, which is stored as ``row.state[self]``."""
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         for row in rows:
             row.state[self] = self.new_state(row)
 
     def length(self, row: Row, budget: int, log_shares: Callable[[int], Tensor | None] | None = None) -> int:
-        """The draft length within ``budget``, of a draft that is known beforehand.
+        """Return the length of a draft that is known beforehand, at most ``budget``.
 
         Args:
-          log_shares: for policies that look at the confidence: logarithm of the share of the best token after so many
-            of them, (1,); None where the draft ends.
+          row: row of the draft.
+          budget: largest length.
+          log_shares: function for policies that need the confidence: it returns the log-probability (1,) of the best
+            token at a depth, or None where the draft ends.
 
-        Raises: ConfigError for a policy that looks at what the drafter does not have.
+        Raises: ConfigError for a policy that needs an input which the drafter does not provide.
         """
         policy = self.length_policy
         plan = self._plan = DraftPlan(policy.longest(row))
@@ -50,8 +52,8 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
             return min(plan.gamma, budget)
         if log_shares is None:
             raise ConfigError(
-                f"length_policy {policy.name!r} looks at the {policy.looks_at} of the drafter, and {self.name} has "
-                "none; use 'fixed' or 'heuristic'"
+                f"length_policy {policy.name!r} needs the drafter's {policy.looks_at}, which {self.name} does not "
+                "provide; use 'fixed' or 'heuristic'"
             )
         depth = 0
         while depth < min(plan.gamma, budget):

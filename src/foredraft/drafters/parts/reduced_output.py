@@ -1,4 +1,4 @@
-"""Output layers of frequent tokens alone: less to read for every drafted token, whoever drafts."""
+"""Output layers of frequent tokens only, so that drafters read fewer weights per token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from foredraft.model.lm import CausalLM
 def chosen_vocabulary(
     options: VocabularyOptions, context: DrafterContext, trained_as: Any = None
 ) -> DraftVocabulary | None:
-    """The tokens that a config names; None for all.
+    """Return the reduced vocabulary of a config, or None for all tokens.
 
     Args:
-      trained_as: config of a model that may say with which tokens it was trained, where the user names none.
+      options: options with the key ``draft_vocabulary``.
+      context: target and tokenizer.
+      trained_as: config of a draft model, which may name the tokens it was trained with; used if the user names none.
 
-    Raises: ConfigError, CheckpointError for what is not a list of tokens of the target, EOS among them.
+    Raises: ConfigError or CheckpointError for anything but a list of target tokens that includes EOS.
     """
     given = options.draft_vocabulary
     if given is None:
@@ -36,24 +38,25 @@ def chosen_vocabulary(
     elif isinstance(given, str) or hasattr(given, "__fspath__"):
         found = DraftVocabulary.load(given, size)
     else:
-        raise ConfigError(f"draft_vocabulary is {type(given).__name__}; give a file, or a list of token ids")
+        raise ConfigError(f"draft_vocabulary is a {type(given).__name__}; give a file or a list of token ids")
     eos = getattr(context.tokenizer, "eos_token_id", None)
     found.check_eos([] if eos is None else [int(eos)], "this config")
     return found
 
 
 def rows_of_output(layer: torch.nn.Module, vocabulary: DraftVocabulary) -> torch.nn.Module:
-    """An output layer of some tokens alone, run as the whole one is.
+    """Return an output layer of some tokens only, executed in the same way as the whole layer.
 
     Args:
-      layer: the output embedding of a model, packed or not.
+      layer: output embedding of a model, packed or not.
+      vocabulary: tokens to keep.
 
-    Raises: ConfigError for one that is no plain linear layer.
+    Raises: ConfigError for anything but a plain linear layer.
     """
     if type(layer) is not torch.nn.Linear:
         raise ConfigError(
-            f"draft_vocabulary takes rows of the output layer, and that of this model is a {type(layer).__name__}; "
-            "leave it out"
+            f"draft_vocabulary needs a plain linear output layer, and this model's is a {type(layer).__name__}; leave "
+            "draft_vocabulary out"
         )
     packed = forwards.replacement(layer)
     weight = packed.dense() if isinstance(packed, packing.PackedLinear) else layer.weight
@@ -70,7 +73,7 @@ def rows_of_output(layer: torch.nn.Module, vocabulary: DraftVocabulary) -> torch
 
 
 def reduced_model(model: CausalLM, vocabulary: DraftVocabulary) -> CausalLM:
-    """An adapter of the same model whose logits are of these tokens alone."""
+    """Return an adapter of the same model whose logits cover only these tokens."""
     layer = rows_of_output(model.shadow.get_output_embeddings(), vocabulary)
     return model.variant(f"{len(vocabulary)} tokens", lambda _, copied: copied.set_output_embeddings(layer))
 
@@ -78,12 +81,14 @@ def reduced_model(model: CausalLM, vocabulary: DraftVocabulary) -> CausalLM:
 def output_of(
     head: EagleHead, target: CausalLM, vocabulary: DraftVocabulary | None
 ) -> tuple[DraftVocabulary | None, torch.nn.Module | None]:
-    """The vocabulary of a head, and the output layer that it needs beside its own.
+    """Return the vocabulary of a head, and the output layer that the head needs in addition to its own.
 
-    Raises: ConfigError for a head that has chosen its tokens already.
+    Raises: ConfigError if the head already has a reduced vocabulary and another one is given.
     """
     if vocabulary is not None and head.vocabulary is not None:
-        raise ConfigError(f"this head knows {len(head.vocabulary)} tokens only; leave draft_vocabulary out")
+        raise ConfigError(
+            f"this head already has a reduced vocabulary of {len(head.vocabulary)} tokens; leave draft_vocabulary out"
+        )
     if vocabulary is None:
         vocabulary = head.vocabulary
     if vocabulary is None or head.lm_head is not None:

@@ -1,4 +1,4 @@
-"""Rows in a cache of a drafter: nodes of drafts that are fed behind their texts, while drafts grow."""
+"""Nodes of growing drafts in a drafter's cache, fed behind the committed columns of their rows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 
 MAX_GAP = 2
-"""Slots between two rows that are fed together, which are padding."""
+"""Largest number of slots, fed as padding, between two rows that are fed together."""
 
 
 class FedNodes:
-    """Feeds growing drafts to a model, level by level, behind the texts of their rows.
+    """Feeder of growing drafts to a model, level by level, behind the committed columns of their rows.
 
-    Node i of a draft lies ``draft.column_of[i]`` columns behind the text. When the drafts are finished these columns
-    count no more, but they stay where they are until something else is fed: accepted ones may be committed.
+    Node i of a draft is ``draft.column_of[i]`` columns behind the row. When the drafts are finished, these columns are
+    rolled back. They stay in place until something else is fed, so that accepted nodes may be committed.
 
     Args:
-      cache: where the whole text of every row is committed.
-      drafts: those that grow, in the order of their slots. Rows that lie between are padded.
+      cache: cache in which the whole of every row is committed.
+      drafts: growing drafts, in the order of their slots. Rows between them are padded.
     """
 
     def __init__(self, cache: KVCache, drafts: Sequence[GrowingDraft]) -> None:
@@ -37,12 +37,12 @@ class FedNodes:
         self._num_fed = 0
 
     def nodes(self, drafts: Sequence[GrowingDraft], *, are_chains: bool) -> Nodes:
-        """The frontier of every draft, for rows ``first`` to ``first + num_rows - 1``."""
+        """Return the frontier of every draft, for rows ``first`` to ``first + num_rows - 1``."""
         width = max(1, *(len(draft.frontier) for draft in drafts))
         num_fed = self._num_fed
         for draft in drafts:
             draft.column_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
-        tokens = torch.full((self.num_rows, width), drafts[0].tokens[0])  # see `Nodes` on what pads
+        tokens = torch.full((self.num_rows, width), drafts[0].tokens[0])  # padding; see `Nodes`
         counts = [0] * self.num_rows
         for place, draft in zip(self._places, drafts, strict=True):
             tokens[place] = draft.tokens[0]
@@ -56,9 +56,10 @@ class FedNodes:
     def _shape(
         self, drafts: Sequence[GrowingDraft], num_fed: int, width: int, counts: Sequence[int]
     ) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
-        """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier after S fed columns.
+        """Return depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier of F nodes after S fed columns.
 
-        Padding has depth -1, the position of the pending token: the next one may lie outside of the context.
+        Padding has depth -1, the position of the pending token, because the next position may be outside of the
+        context.
         """
         depths = np.full((self.num_rows, num_fed + width), -1, dtype=np.int64)
         ancestors = np.zeros((self.num_rows, width, num_fed + width), dtype=bool)
@@ -67,22 +68,22 @@ class FedNodes:
                 ancestors[place, j, num_fed + j] = True
         for place, draft in zip(self._places, drafts, strict=True):
             for node, column in draft.column_of.items():
-                depths[place, column] = draft.depths[node] - 1  # the pending token is part of the text by now
+                depths[place, column] = draft.depths[node] - 1  # the pending token is already committed
             for j, node in enumerate(draft.frontier):
                 ancestors[place, j, [draft.column_of[above] for above in draft.path(node)]] = True
         return torch.from_numpy(depths), tuple(counts), torch.from_numpy(ancestors)
 
     def commit(self, width: int) -> None:
-        """Let as many columns count of every row as a level has."""
+        """Commit ``width`` columns of every row, the width of a level."""
         self._cache.commit([range(width)] * self.num_rows, self.first)
         self._num_fed += width
 
     def close(self) -> None:
-        """Let no column behind the texts count any more."""
+        """Roll back all columns behind the rows."""
         self._cache.rollback(self._lengths, self.first)
 
     def feed(self, model: CausalLM, drafts: Sequence[GrowingDraft], *, are_chains: bool) -> torch.Tensor:
-        """Run the frontier of every draft; logits (B, F, V) of rows ``first`` to ``first + num_rows - 1``."""
+        """Run the frontier of every draft; returns logits (B, F, V) of rows ``first`` to ``first + num_rows - 1``."""
         nodes = self.nodes(drafts, are_chains=are_chains)
         known_tokens(model, nodes.tokens)
         logits = model.forward(nodes, self._cache, first_row=self.first)
@@ -90,7 +91,9 @@ class FedNodes:
         return logits
 
     def listed(self, values: torch.Tensor, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """What was computed for rows, (B, F, ...) -> (M, ...), draft by draft; no copy where nothing is padded."""
+        """Return the values of rows (B, F, ...) as a list of nodes (M, ...), draft by draft, without a copy if nothing
+        is padded.
+        """
         width, counts = values.shape[1], [len(draft.frontier) for draft in drafts]
         flat = values.flatten(0, 1)
         if sum(counts) == len(flat):
@@ -100,7 +103,7 @@ class FedNodes:
 
 
 def chains_by_slot(drafts: Sequence[GrowingDraft], texts: Sequence[list[int]]) -> list[list[int]]:
-    """Texts of drafts from the slot of the first to that of the last; empty ones for rows that lie between."""
+    """Return token lists for all slots from the first draft to the last, empty for rows in between."""
     first = drafts[0].row.slot
     chains: list[list[int]] = [[] for _ in range(first, drafts[-1].row.slot + 1)]
     for draft, tokens in zip(drafts, texts, strict=True):
@@ -109,18 +112,18 @@ def chains_by_slot(drafts: Sequence[GrowingDraft], texts: Sequence[list[int]]) -
 
 
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """These tokens, in place; the drafter's last one stands for those of a larger vocabulary that it does not know."""
+    """Clamp tokens in place to the drafter's vocabulary, so that its last token replaces unknown ones."""
     return tokens.clamp_(max=model.num_embeddings - 1)
 
 
 def reach(model: CausalLM, row: Row) -> int:
-    """How many tokens a model can draft after a row: the last is never fed; 0 or less for none."""
+    """Return the number of tokens that a model can draft after a row, 0 or less for none; the last one is never fed."""
     context = model.context_length
     return sys.maxsize if context is None else context - len(row.token_ids) + 1
 
 
 def spans(slots: Iterable[int], max_gap: int = MAX_GAP) -> list[range]:
-    """Runs of slots with small gaps, or none: with gaps of up to 2 slots, 1 2 4 9 makes 1..4 and 9."""
+    """Group slots into runs with small gaps or none: with gaps of up to 2 slots, 1 2 4 9 gives 1..4 and 9."""
     spans: list[range] = []
     for slot in sorted(slots):
         if spans and slot - spans[-1].stop <= max_gap:

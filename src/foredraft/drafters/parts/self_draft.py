@@ -1,4 +1,4 @@
-"""The target as its own drafter: a cheaper form of it, over its own cache."""
+"""Drafting with a cheaper form of the target, over the target's own cache."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from foredraft.tree import DraftTree
 
 
 class SelfDrafter(Drafter):
-    """Drafts with a variant of the target that shares its tensors and its cache: no second prefill, no second cache.
+    """Drafter that uses a variant of the target with shared tensors and cache: no second prefill and no second cache.
 
-    What the variant writes after the committed columns is forgotten before the verification, which writes the same
+    Columns that the variant writes after the committed ones are rolled back before verification, which writes the same
     columns again in every layer.
 
     Args:
-      name: of the method.
-      layer_set: sublayers that are left out of drafts.
-      group_size: inputs that share a scale in 4-bit copies of the weights, over which it drafts; None for the weights
+      name: name of the method.
+      layer_set: sublayers that are skipped while drafting.
+      group_size: number of inputs that share a scale in 4-bit copies of the weights; None to draft with the weights
         themselves.
-      with_head: whether the output embedding is quantised, too; see `quantize_linears`.
-      view: chosen columns of the target's cache, over which it drafts instead of over all of them.
+      with_head: True to quantise the output embedding, too; see `quantize_linears`.
+      view: selected columns of the target's cache to attend to while drafting; None for all columns.
       usual_acceptance: see `DrafterFacts`.
       growth: arguments of `Growth`.
 
@@ -60,10 +60,10 @@ class SelfDrafter(Drafter):
         self._view = view
         self._target: CausalLM | None = None
         self._fed: FedNodes  # while drafts grow
-        self._spoilt: set[int] = set()  # slots where something that is not a number was written meanwhile
+        self._spoilt: set[int] = set()  # slots where drafting has written NaN into the cache
 
     def _variant(self, target: CausalLM) -> CausalLM:
-        """The cheaper form of the target."""
+        """Return the cheaper form of the target."""
         if self._group_size is not None:
             return quantized(target, self._group_size, self.layer_set, with_head=self._with_head)
         if len(self.layer_set):
@@ -88,7 +88,7 @@ class SelfDrafter(Drafter):
                 self._view.follow(grown)
             lengths = list(self._cache.lengths)
             try:
-                self.growth.grow(grown, self)  # they lie in the cache as they do for the target
+                self.growth.grow(grown, self)  # nodes have the same cache layout as the target's
             finally:
                 self._cache.rollback(lengths)
                 while self._spoilt:
@@ -110,10 +110,10 @@ class SelfDrafter(Drafter):
         return self._fed.listed(self._watched(logits, self._fed.first), drafts)
 
     def _watched(self, logits: torch.Tensor, first: int) -> torch.Tensor:
-        """The logits (B, F, V) of rows from ``first`` on, looked through for NaN.
+        """Return the logits (B, F, V) of rows from ``first`` on, after recording the slots that have NaN.
 
-        All logits of a node are NaN where its hidden state is, and so is what it has left in the cache. From there it
-        would reach the target's own nodes, and other rows that come to this place.
+        All logits of a node are NaN if its hidden state is NaN, and so are its cache columns. From there NaN would
+        reach the target's own nodes, and other rows that later use this slot.
         """
         nodes = logits[..., 0].isnan()
         if bool(nodes.any()):

@@ -1,4 +1,4 @@
-"""The part of a cache that a drafter attends to: of constant size, chosen row by row."""
+"""Selection of cache columns, of constant size and made row by row, that a drafter attends to."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from foredraft.model.votes import SnapKVScorer
 
 
 class SparseView(RowState):
-    """A view of a cache that follows its rows: constant in size, however long they are.
+    """View of a cache with a constant number of columns per row, however long the row is.
 
-    The cache is the target's, which grows by what the target commits, or one of a drafter's own. Its rows grow in the
-    view: what the drafter reads there is put into the whole cache when columns are chosen anew.
+    The cache is the target's, which grows with the target's commits, or a drafter's own. Rows of a drafter's own cache
+    grow in the view, and tokens read there are written back to the whole cache when columns are reselected.
 
-    A row that is not longer than the budget is kept whole. One that is gets as many columns as the budget has;
-    tokens that are committed later are kept besides, until there are as many as ``refresh``, and then columns are
-    chosen anew. Sliding layers keep their last columns under every selection. As the state of a row, a view gives back
-    what was read in it when the row ends.
+    A row that is not longer than the budget is kept whole. A longer row keeps as many columns as the budget. Tokens
+    that are committed later are kept in addition until there are ``refresh`` of them; then columns are reselected.
+    Sliding-window layers always keep their last columns. As the state of a row, a view writes its tokens back when the
+    row ends.
 
     Args:
-      budget: columns that are chosen.
-      selector: "streaming": the first and the last columns. "snapkv": the first ones, the last ``window`` ones, and of
-        those between for every layer and head the ones with the most votes of the last ``window`` tokens, which cost
-        a forward of these tokens.
-      sinks: first columns that are always kept.
-      window: last columns that are always kept.
-      refresh: see above.
+      budget: number of selected columns.
+      selector: "streaming" keeps the first and the last columns. "snapkv" keeps the first ones, the last ``window``
+        ones, and for every layer and head the columns in between with the most attention from the last ``window``
+        tokens, which costs a forward pass over these tokens.
+      sinks: number of first columns that are always kept.
+      window: number of last columns that are always kept.
+      refresh: number of new tokens after which columns are reselected.
 
-    Source: StreamingLLM (Xiao et al. 2023, arXiv:2309.17453); SnapKV (Li et al. 2024, arXiv:2404.14469); both as caches
-    of drafters: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049). Deviations: keys keep their positions under both;
-    first columns are kept under both; columns are chosen anew as the text grows.
+    Source: StreamingLLM (Xiao et al. 2023, arXiv:2309.17453); SnapKV (Li et al. 2024, arXiv:2404.14469); both as
+    caches of drafters: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049). Deviations, for both selectors: keys keep
+    their positions, first columns are kept, and columns are reselected as the row grows.
     """
 
     def __init__(self, *, budget: int, selector: str, sinks: int, window: int, refresh: int) -> None:
@@ -52,7 +52,7 @@ class SparseView(RowState):
 
     @classmethod
     def of(cls, options: SparseKVOptions) -> SparseView:
-        """As the options of a method say."""
+        """Make a view from the options of a method."""
         return cls(
             budget=options.kv_budget,
             selector=options.kv_selector,
@@ -62,28 +62,28 @@ class SparseView(RowState):
         )
 
     def bind(self, model: CausalLM, source: KVCache) -> ViewCache:
-        """The cache of the view, to draft over.
+        """Create and return the cache of the view, which drafts attend to.
 
         Args:
-          model: that has written the whole cache.
-          source: the whole cache.
+          model: model that writes the whole cache.
+          source: whole cache.
 
-        Raises: UnsupportedModelError for a model whose votes cannot be taken, where they are needed.
+        Raises: UnsupportedModelError if the selector needs attention scores and the model does not provide them.
         """
         self._source = source
         self._kinds = model.layer_types
         self._last_token = model.num_embeddings - 1
         self._voter = SnapKVScorer(model) if self.selector == SNAPKV else None
-        room = self.budget + self.refresh + 32  # for a draft, too
+        room = self.budget + self.refresh + 32  # 32 columns for a draft
         self.cache = ViewCache(model.num_layers, capacity=room, device=model.device, dtype=source.dtype)
         return self.cache
 
     def own_cache(self, column_bytes: Callable[[], int]) -> DraftCache:
-        """The cache of the view, whose rows do not grow with their text."""
+        """Return the cache of the view, whose rows do not grow with their text."""
         return DraftCache(self.cache, column_bytes, self.cache.capacity)
 
     def follow(self, drafts: Sequence[GrowingDraft]) -> None:
-        """Bring the rows of drafts up to date."""
+        """Update the view's rows to the current state of the drafts' rows."""
         spans = {}
         for draft in drafts:
             slot = draft.row.slot
@@ -93,7 +93,7 @@ class SparseView(RowState):
         self.cache.append(self._source, spans)
 
     def renew(self, row: Row) -> bool:
-        """Choose the columns of a row anew where it would hold too many; whether it was necessary."""
+        """Reselect the columns of a row if the view has too many; returns whether this was necessary."""
         slot = row.slot
         end, held = self.cache.end(slot), self.cache.lengths[slot]
         length = max(end, self._source.lengths[slot])
@@ -109,11 +109,11 @@ class SparseView(RowState):
             self.give_back(row)
 
     def give_back(self, row: Row) -> None:
-        """Put what was read in the view behind what the whole cache holds of a row."""
+        """Append the tokens that were read in the view to the whole cache's row."""
         self.cache.give_back(row.slot, self._source)
 
     def _chosen(self, row: Row, length: int) -> list[Columns]:
-        """Columns of every layer of a row that is longer than the budget."""
+        """Return the columns of every layer for a row that is longer than the budget."""
         recent = (range(length - self.budget, length),)
         if self._voter is None:
             ends = (range(self.sinks), range(length - self.budget + self.sinks, length))
@@ -126,7 +126,9 @@ class SparseView(RowState):
         ]
 
     def _elected(self, of_layer: torch.Tensor, length: int) -> torch.Tensor:
-        """(H_kv, budget): of 9 columns, a budget of 5, one sink and a window of 2, for instance 0 3 6 7 8."""
+        """Return the selected columns (H_kv, budget): for 9 columns, budget 5, one sink and window 2, for instance 0 3
+        6 7 8.
+        """
         of_layer[:, : self.sinks] = float("inf")
         best = of_layer.topk(self.budget - self.window, dim=1).indices.sort(dim=1).values
         last = torch.arange(length - self.window, length, device=best.device).expand(len(best), -1)

@@ -1,4 +1,4 @@
-"""Files in which drafters keep what they have learned: tensors with a format and a few words about them."""
+"""Files with the learned state of drafters: tensors, a format name and metadata."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from foredraft.folders import not_ours, replacing
 
 
 def check_writable(file: Path) -> None:
-    """Raises: CheckpointError for a state file in a directory that is not there, or is not ours."""
+    """Check that a state file can be written.
+
+    Raises: CheckpointError if its directory does not exist or is not writable.
+    """
     if not os.access(file.parent, os.W_OK):
-        raise CheckpointError(f"state_file {file} cannot be written; check that its directory exists and is yours")
+        raise CheckpointError(
+            f"state_file {file} cannot be written; check that its directory exists and that you may write to it"
+        )
 
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Turn a state that cannot be saved into a warning: what was generated is worth more than what was learned."""
+    """Turn an error while saving a state into a warning, because the generated text is worth more than the state."""
     try:
         yield
     except (CheckpointError, DatastoreError) as error:
@@ -32,12 +37,14 @@ def warned() -> Iterator[None]:
 
 
 def save_state(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], about: Mapping[str, object]) -> None:
-    """Write a safetensors file, whole or not at all.
+    """Write a safetensors file atomically.
 
     Args:
-      about: its format, and what else is to be known.
+      path: file to write.
+      tensors: arrays by name.
+      about: metadata, including the format name.
 
-    Raises: CheckpointError where that is not possible.
+    Raises: CheckpointError if the file cannot be written.
     """
     target = Path(path)
     part = target.with_name(target.name + ".part")
@@ -49,10 +56,11 @@ def save_state(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], 
 
 
 def read_state(path: str | os.PathLike[str], form: str, name: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """What `save_state` wrote: words about it, and the tensors.
+    """Read the metadata and the tensors that `save_state` wrote.
 
     Args:
-      form: its format.
+      path: file to read.
+      form: expected format name.
       name: kind of file, for messages.
 
     Raises: CheckpointError for a file that is missing, truncated or of another kind.

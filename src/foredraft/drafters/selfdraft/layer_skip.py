@@ -1,8 +1,7 @@
-"""Drafting with some of the target's own layers left out.
+"""Drafting with the target itself, skipping some of its layers.
 
 Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168); early exit as in LayerSkip (Elhoushi et al. 2024,
-arXiv:2404.16710), without its training.
-"""
+arXiv:2404.16710), without its training."""
 
 from __future__ import annotations
 
@@ -26,24 +25,25 @@ from foredraft.tree import DraftTree
 
 
 class SwiftDrafter(SelfDrafter):
-    """Drafts with fewer layers, by a set that improves meanwhile, without data or a search beforehand.
+    """Drafter with fewer layers, whose set of skipped layers improves while decoding, without data or a search
+    beforehand.
 
-    As long as the search lasts, every step scores one candidate by one forward of it over the latest generated tokens
-    of a row, all at once, in the target's own cache; the columns it writes over are saved and put back. A candidate
-    that seems better costs a second forward, of the set it would replace. The score is
-    the share of tokens that the candidate would have drafted: its argmax, and of sampled rows its choice by the row's
-    own noise. The set outlives the requests; of their text it keeps nothing else.
+    While the search lasts, every step scores one candidate set. The score is the share of tokens that the candidate
+    would have drafted: its argmax, or in sampled rows its choice with the row's own noise. A score costs one forward
+    pass over the latest generated tokens of a row, in the target's own cache; the overwritten columns are saved and
+    restored. A candidate that seems better costs a second forward pass, which scores the current set on the same
+    tokens. The set outlives the requests; nothing else of their text is kept.
 
-    Source: see `SwiftSearch`. Deviations from the published program: nothing is cloned but the columns at stake; drafts
-    follow length policy and branches of the config instead of a fixed comb of siblings.
+    Source: see `SwiftSearch`. Deviations from the published program: only the overwritten columns are cloned; drafts
+    follow the length policy and branches of the config instead of a fixed comb of siblings.
 
     Args:
-      start: set to begin with; None for the published one.
-      num_scored: tokens that a candidate is scored on.
-      seed: of the search.
+      start: first set; None for the published one.
+      num_scored: number of tokens that a candidate is scored on.
+      seed: seed of the search.
       options: see `SelfDrafter`.
 
-    Exactness, randomness: as of `SelfDrafter`; the search draws from ``seed``.
+    Exactness, randomness: as in `SelfDrafter`; the search uses ``seed``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SwiftDrafter(SelfDrafter):
         self.num_scoring_passes = 0
 
     def _variant(self, target: CausalLM) -> CausalLM:
-        """A variant whose set can be changed, and a search for a better one."""
+        """Return a variant whose set of skipped layers can be changed, and start a search for a better set."""
         if self._start is not None:
             self._start.check(target.num_layers, target.name)
         self.search = SwiftSearch(target.num_layers, self._start, self._seed)
@@ -79,7 +79,7 @@ class SwiftDrafter(SelfDrafter):
         return super().propose(rows, budgets)
 
     def _try_one(self, search: SwiftSearch, rows: Sequence[Row]) -> None:
-        """Score a candidate on one of the rows that have generated enough, in turn."""
+        """Score a candidate on one of the rows with enough generated tokens, in turn."""
         ready = [row for row in rows if row.num_output_tokens > self._num_scored]
         if not ready:
             return
@@ -97,10 +97,10 @@ class SwiftDrafter(SelfDrafter):
             self._use(search.best)
 
     def _score(self, row: Row, cache: KVCache, slot: int) -> float:
-        """Share of the latest tokens that the variant would have drafted, each after the true text.
+        """Return the share of the latest tokens that the variant would have drafted, each after the true tokens.
 
-        Of 40 tokens, the last pending, and C = 32: columns 7..38 are written over by tokens 7..38, whose successors
-        8..39 are compared.
+        Of 40 tokens, the last one pending, and 32 scored: columns 7..38 are overwritten by tokens 7..38, whose
+        successors 8..39 are compared.
         """
         first = cache.lengths[slot] - self._num_scored
         fed, true = row.token_ids[first:-1], row.token_ids[first + 1 :]
@@ -121,14 +121,16 @@ class SwiftDrafter(SelfDrafter):
 
 
 def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
-    """Leaves out what is given, what a target of the zoo brings along, or what a search finds meanwhile."""
+    """Make a drafter that skips the configured layers, those of a zoo target's included set, or those that a search
+    finds.
+    """
     target = context.target
     for layer in target.layers:
-        sublayers(layer)  # refuse layers that are built differently now, not later
+        sublayers(layer)  # raise errors for unsupported layers now, not at the first draft
     if target.shares_keys:
         raise UnsupportedModelError(
-            f"method 'layer_skip' leaves out layers, and layers of {target.name} attend to keys and values of earlier "
-            "ones (num_kv_shared_layers), which would not be there; choose another method, such as suffix"
+            f"method 'layer_skip' skips layers, and layers of {target.name} use keys and values of earlier layers "
+            "(num_kv_shared_layers), which would be missing; choose another method, such as suffix"
         )
     layer_set, brought = LayerSet.given(options, target.num_layers), context.asset("layer_set")
     if layer_set is None and brought is not None and options.layer_search is None:
@@ -136,11 +138,11 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
     if layer_set is not None:
         layer_set.check(target.num_layers, target.name)
     if options.layer_search is not None or (layer_set is None and target.num_layers >= FEWEST_LAYERS):
-        SwiftSearch(target.num_layers, layer_set)  # refuse a set that it cannot begin with now, not later
+        SwiftSearch(target.num_layers, layer_set)  # raise errors for an invalid first set now, not at the first draft
         return SwiftDrafter(layer_set, **options.growth(target.vocab_size))
     if layer_set is None:
         raise ConfigError(
-            f"method 'layer_skip' needs to know what to leave out of {target.num_layers} layers{context.brings_none}; "
-            "give layer_set=FILE (from foredraft tune layer-skip), skipped_attention and skipped_mlp, or exit_layer"
+            f"method 'layer_skip' needs a set of layers to skip among {target.num_layers}{context.brings_none}; give "
+            "layer_set=FILE (from foredraft tune layer-skip), skipped_attention and skipped_mlp, or exit_layer"
         )
     return SelfDrafter(options.method, layer_set=layer_set, **options.growth(target.vocab_size))
