@@ -494,9 +494,9 @@ def test_one_line_says_what_was_loaded_and_how_it_decodes(
     with caplog.at_level("INFO", "foredraft"):
         LLM("zoo:tiny", config, dtype="float32", execution="eager")
     (line,) = caplog.messages
-    start = "zoo:tiny: 5.5 M parameters, float32 (as asked; the checkpoint is bfloat16), eager, "
+    start = "zoo:tiny: 5.5 M parameters, float32 (as requested; the checkpoint is bfloat16), eager, "
     promise = (
-        "" if "plain" in ending else "; near-ties: same tokens as plain decoding but for near-ties (it runs eagerly)"
+        "" if "plain" in ending else "; near-ties: same tokens as plain decoding except for near-ties (it runs eagerly)"
     )
     assert line == f"{start}{ending}{promise}"
 
@@ -515,8 +515,8 @@ def test_results_name_the_promise_that_holds() -> None:
     [
         ("float32", "float32", False, ""),
         ("float32", None, False, ""),
-        ("float32", "float16", True, "as asked; the checkpoint is float16"),
-        ("float32", "float16", False, "a float16 checkpoint, which CPUs compute in float32 here"),
+        ("float32", "float16", True, "as requested; the checkpoint is float16"),
+        ("float32", "float16", False, "a float16 checkpoint, which foredraft computes in float32 on CPUs"),
         ("float32", "bfloat16", False, "a bfloat16 checkpoint, and this CPU has no bfloat16 arithmetic"),
         ("bfloat16", "float32", False, "a float32 checkpoint; dtype='float32' keeps it"),
     ],

@@ -154,7 +154,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
         best,
         untimed,
         kinds=("chat", "code", "chat"),
-        promise="near-ties: same tokens but for near-ties",
+        promise="near-ties: same tokens except for near-ties",
         different=(wrong,),
         refused=(RefusedMethod("rest", "method 'rest' needs a datastore [and a reason]"),),
     )
@@ -173,7 +173,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
     assert max(map(len, others)) <= width
     for part in (
         "12.11 (12.11-12.11)",
-        "near-ties: same tokens but for near-ties. Texts with plain decoding's tokens: 2 of 3; 1 part from them, at "
+        "near-ties: same tokens except for near-ties. Texts with plain decoding's tokens: 2 of 3; 1 part from them, at "
         "gaps of at most 0.12 in logits",
         "lookahead differs from plain decoding on 1 of 3 prompts, first on chat-1 at token 5 (gap 0.125)",
         "needs a datastore [and a reason]",
@@ -186,7 +186,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
 
 def test_notes_of_the_zoo_are_shown_beside_the_methods_they_are_about() -> None:
     quantized, lookup = {"method": "quantized_self"}, {"method": "ngram"}
-    assert any("flattered" in note for note in cli.model_notes("zoo:smollm2", [lookup, quantized]))
+    assert any("too good" in note for note in cli.model_notes("zoo:smollm2", [lookup, quantized]))
     assert cli.model_notes("zoo:smollm2", [lookup]) == ()
     assert cli.model_notes("somewhere/else", [quantized]) == ()
 

@@ -127,11 +127,13 @@ class TestSamplingParams:
     def test_a_far_name_is_not_suggested(self) -> None:
         """An error listed 130 keys of 2 kB, or asked whether something else was meant."""
         for wrong in ("zzz", "grammar", "foo"):
-            with pytest.raises(ConfigError, match=rf"takes no '{wrong}'; the nearest of \d+ known ones are") as caught:
+            with pytest.raises(ConfigError, match=rf"takes no '{wrong}'; the nearest of \d+ known names are") as caught:
                 SamplingParams(**{wrong: 1})
             assert "did you mean" not in str(caught.value)
             assert "docs/sampling.md" in str(caught.value)
-        with pytest.raises(ConfigError, match=r"the nearest of 1\d\d known ones.*docs/speculative_config.md") as caught:
+        with pytest.raises(
+            ConfigError, match=r"the nearest of 1\d\d known names.*docs/speculative_config.md"
+        ) as caught:
             SpeculativeConfig(method="ngram", xxxyyy=2)
         assert len(str(caught.value)) < 250
 

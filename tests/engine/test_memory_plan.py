@@ -225,7 +225,7 @@ def test_a_request_without_a_limit_ends_where_the_plan_does() -> None:
         (-5, "give a number of bytes"),
         (True, "give a number of bytes"),
         ("0", "1 byte or more"),
-        ("120%", "a share is up to 100%"),
+        ("120%", "a share is more than 0% and at most 100%"),
         (1000, r"holds 1 tokens.*it must hold 128"),
     ],
 )
@@ -253,9 +253,9 @@ def test_a_share_is_of_what_the_device_of_the_model_has(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "memory_allocated", {gpu: 1_000}.__getitem__)
     assert share_of("x", "50%", available_on(gpu)) == 3_500
     monkeypatch.setattr(memory, "available_bytes", lambda: None)
-    with pytest.raises(ConfigError, match="max_kv_bytes is '25%', and it is not known what is available"):
+    with pytest.raises(ConfigError, match="max_kv_bytes is '25%', but the available memory is not known"):
         Engine(target(), EmptyDrafter(), EngineConfig(max_kv_bytes="25%"))
-    with pytest.raises(ConfigError, match="it is not known what is available"):
+    with pytest.raises(ConfigError, match="the available memory is not known"):
         share_of("x", "50%", available_on(torch.device("mps")))
 
 

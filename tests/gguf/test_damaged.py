@@ -95,7 +95,7 @@ def test_a_type_of_smaller_blocks_is_refused(tmp_path: Path) -> None:
     struct.pack_into("<I", data, data.index(name) + len(name) + 20, Kind.Q4_0)
     written.path.write_bytes(data)
     with pytest.raises(
-        CheckpointError, match=r"damaged in its header \(blk.0.ffn_up.weight ends at \d+, and .* begins"
+        CheckpointError, match=r"damaged in its header \(blk.0.ffn_up.weight ends at \d+, but .* begins"
     ):
         load_model(written.path)
 
@@ -103,9 +103,9 @@ def test_a_type_of_smaller_blocks_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "size", "refusal"),
     [
-        ("llama.block_count", 2**24, "states 16777216 layers .* and holds tensors of 1"),
-        ("llama.feed_forward_length", 2**20, r"holds \d+ weights, and a model of the sizes that it states has 8\d+"),
-        ("llama.vocab_size", 2**20, r"holds \d+ weights, and a model of the sizes that it states has 5\d+"),
+        ("llama.block_count", 2**24, "states 16777216 layers .* but contains tensors of 1"),
+        ("llama.feed_forward_length", 2**20, r"contains \d+ weights, but a model with the stated sizes has 8\d+"),
+        ("llama.vocab_size", 2**20, r"contains \d+ weights, but a model with the stated sizes has 5\d+"),
     ],
 )
 def test_sizes_that_the_file_has_no_weights_for_are_refused(
@@ -136,20 +136,20 @@ TINY = 4096
 @pytest.mark.parametrize(
     ("entry", "value", "refusal"),
     [
-        ("llama.attention.layer_norm_rms_epsilon", None, r"lacks llama\.attention\.layer_norm_rms_epsilon and"),
-        ("llama.attention.layer_norm_rms_epsilon", 0.0, r"epsilon is 0\.0, and it should be a finite number above 0"),
+        ("llama.attention.layer_norm_rms_epsilon", None, r"has no llama\.attention\.layer_norm_rms_epsilon or"),
+        ("llama.attention.layer_norm_rms_epsilon", 0.0, r"epsilon is 0\.0, but it should be a finite number above 0"),
         ("llama.attention.layer_norm_rms_epsilon", float("nan"), "epsilon is nan"),
         ("llama.attention.layer_norm_rms_epsilon", "1e-5", "epsilon is '1e-5'"),
-        ("llama.context_length", 0, r"llama\.context_length is 0, and it should be a whole number above 0"),
+        ("llama.context_length", 0, r"llama\.context_length is 0, but it should be a whole number above 0"),
         (
             "llama.context_length",
             None,
-            r"lacks llama\.context_length in its metadata, and another value would be taken",
+            r"has no llama\.context_length in its metadata, and another value would be assumed",
         ),
         ("llama.context_length", [512, 512], "context_length is a list of 2"),
-        ("llama.block_count", None, "lacks llama.block_count"),
-        ("llama.embedding_length", None, "lacks llama.embedding_length"),
-        ("llama.attention.head_count", None, "lacks llama.attention.head_count"),
+        ("llama.block_count", None, "has no llama.block_count"),
+        ("llama.embedding_length", None, "has no llama.embedding_length"),
+        ("llama.attention.head_count", None, "has no llama.attention.head_count"),
         ("llama.attention.head_count", 0, "head_count is 0"),
         ("llama.attention.head_count_kv", 0, "head_count_kv is 0"),
         ("llama.feed_forward_length", 0.5, "feed_forward_length is 0.5"),
@@ -157,7 +157,7 @@ TINY = 4096
         ("llama.rope.freq_base", -1.0, "freq_base is -1.0"),
         ("llama.rope.scaling.factor", "4", "rope.scaling.factor is '4'"),
         ("llama.rope.scaling.type", 5, "rope.scaling.type is 5"),
-        ("tokenizer.ggml.eos_token_id", 512, "eos_token_id is 512, and tokens have ids from 0 to 511"),
+        ("tokenizer.ggml.eos_token_id", 512, "eos_token_id is 512, but tokens have ids from 0 to 511"),
         ("tokenizer.ggml.eot_token_id", 2**32 - 1, "eot_token_id is 4294967295"),
         ("tokenizer.ggml.eom_token_id", "3", "eom_token_id is '3'"),
         ("tokenizer.ggml.eot_token_id", True, "eot_token_id is True"),
@@ -193,9 +193,9 @@ def changed(entry: str, place: int, value: Any) -> dict[str, Any]:
         (lambda: changed("merges", 5, "a"), "a merge that is not two tokens"),
         (
             lambda: changed("tokens", 300, tokenizer_entries()["tokenizer.ggml.tokens"][7]),
-            "twice, and each token has one",
+            "twice, but each token has one",
         ),
-        (lambda: {"tokenizer.ggml.tokens": list(range(TINY))}, "tokens holds 0, and tokens are text"),
+        (lambda: {"tokenizer.ggml.tokens": list(range(TINY))}, "tokens contains 0, but tokens are text"),
         (
             lambda: {"tokenizer.ggml.token_type": [1, 3]},
             "token_type is a list of 2 .* it should be 4096 kinds of tokens",
@@ -205,9 +205,9 @@ def changed(entry: str, place: int, value: Any) -> dict[str, Any]:
         (lambda: {"tokenizer.ggml.token_type": 3}, "token_type is 3"),
         (lambda: {"tokenizer.ggml.scores": [0.5]}, "scores is a list of 1"),
         (lambda: {"tokenizer.ggml.merges": [1, 2]}, "merges is a list of 2"),
-        (lambda: {"tokenizer.ggml.bos_token_id": TINY}, "bos_token_id is 4096, and tokens have ids from 0 to 4095"),
+        (lambda: {"tokenizer.ggml.bos_token_id": TINY}, "bos_token_id is 4096, but tokens have ids from 0 to 4095"),
         (lambda: {"tokenizer.ggml.padding_token_id": TINY}, "padding_token_id is 4096"),
-        (lambda: {"tokenizer.ggml.add_bos_token": "yes"}, "add_bos_token is 'yes', and it should be true or false"),
+        (lambda: {"tokenizer.ggml.add_bos_token": "yes"}, "add_bos_token is 'yes', but it should be true or false"),
         (lambda: {"tokenizer.ggml.pre": 7}, "ggml.pre is 7"),
         (lambda: {"tokenizer.chat_template": [1]}, "chat_template is a list of 1"),
     ],
@@ -229,5 +229,5 @@ def test_a_token_that_there_is_not_is_none(tmp_path: Path) -> None:
 def test_more_tokens_than_rows_of_the_embedding_are_refused(tmp_path: Path) -> None:
     """Prompts would be made of ids that the model does not have."""
     metadata = {"tokenizer.ggml.tokens": [str(number) for number in range(513)]}
-    with pytest.raises(CheckpointError, match=r"tokens is a list of 513, and token_embd\.weight has 512 rows"):
+    with pytest.raises(CheckpointError, match=r"tokens is a list of 513, but token_embd\.weight has 512 rows"):
         load_model(write_llama(tmp_path / "m.gguf", metadata=metadata).path)

@@ -151,7 +151,7 @@ def test_positions_in_planes_that_differ_are_refused() -> None:
         model.generate(**ASKED, custom_generate=hook),
     )
     positions[1, :, 12:] += 1
-    with pytest.raises(ConfigError, match="tokens of pictures are among them"):
+    with pytest.raises(ConfigError, match="remove the image tokens"):
         model.generate(**ASKED, position_ids=positions, custom_generate=hook)
     with pytest.raises(ConfigError, match=r"position_ids of shape \(3, 2, 20\)"):
         toy_model().generate(**ASKED, position_ids=positions, custom_generate=hook)

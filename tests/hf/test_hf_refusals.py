@@ -145,7 +145,7 @@ def test_padding_at_the_end_is_refused() -> None:
 
 def test_a_row_without_tokens_is_refused() -> None:
     ids, mask = torch.tensor([[10, 11, 12], [3, 3, 3]]), torch.tensor([[1, 1, 1], [0, 0, 0]])
-    with pytest.raises(PromptError, match="row 1 holds no tokens"):
+    with pytest.raises(PromptError, match="row 1 contains no tokens"):
         run(input_ids=ids, attention_mask=mask)
 
 
@@ -250,5 +250,5 @@ def test_two_streamers_are_one_too_many() -> None:
         def end(self) -> None:
             pass
 
-    with pytest.raises(ConfigError, match="streamer each"):
+    with pytest.raises(ConfigError, match="got a streamer"):
         run(streamer=Silent(), hook=speculate("ngram", streamer=Silent()))

@@ -141,7 +141,7 @@ def test_inputs_in_an_order_of_their_own_are_dequantised_and_named(tmp_path: Pat
     loaded = load_model(tmp_path / "m", dtype="float32")
     layers = sum(type(module) is torch.nn.Linear for module in model.modules()) - 1
     assert loaded.types is not None
-    assert loaded.types.endswith(f"dequantised are {layers} with inputs in an order of their own")
+    assert loaded.types.endswith(f"dequantised are {layers} with reordered inputs")
     with torch.inference_mode():
         assert torch.allclose(loaded.model(IDS).logits, model(IDS).logits, atol=1e-4)
 
@@ -180,7 +180,9 @@ def test_experts_are_dequantised_and_named(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps(whole))
     loaded = load_model(tmp_path / "m", dtype="float32")
     assert loaded.types is not None
-    assert loaded.types.startswith("4 of 4 bits by 32; dequantised are 12 that are no linear layers here, like model.")
+    assert loaded.types.startswith(
+        "4 of 4 bits by 32; dequantised are 12 that are not linear layers in this model, like model."
+    )
     assert_close(loaded.model, model, 2e-3)
 
 
@@ -191,24 +193,28 @@ def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path: Path) -> N
     loaded = load_model(tmp_path / "m", dtype="float32")
     assert_close(loaded.model, model)
     change_parts(tmp_path / "m", bias=torch.ones(192))
-    with pytest.raises(UnsupportedModelError, match=rf"holds {UP}.bias, for which LlamaForCausalLM .* has no place"):
+    with pytest.raises(UnsupportedModelError, match=rf"contains {UP}.bias, which LlamaForCausalLM .* does not have"):
         load_model(tmp_path / "m", dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("gptq", {"bits": 3}, "its number of bits is 3, and 4 or 8 is read"),
-        ("gptq", {"checkpoint_format": "marlin"}, "its format is marlin, and gptq or gptq_v2 is read"),
+        ("gptq", {"bits": 3}, "its number of bits is 3, but only 4 or 8 is supported"),
+        ("gptq", {"checkpoint_format": "marlin"}, "its format is marlin, but only gptq or gptq_v2 is supported"),
         ("gptq", {"is_marlin_format": True}, "it is in Marlin's order"),
-        ("gptq", {"pack_dtype": "int8"}, "its pack_dtype is int8, and int32 is read"),
-        ("gptq", {"dynamic": {"-:lm_head": {}, r"+:.*\.down": {"bits": 8}}}, "layers like .* are quantised otherwise"),
-        ("awq", {"version": "gemv"}, "its version is gemv, and gemm is read"),
-        ("awq", {"bits": 8}, "its number of bits is 8, and 4 is read"),
-        ("gptq", {"bits": "4"}, "is not that of gptq .bits is '4' and should be a whole number"),
-        ("awq", {"bits": 4.0}, "is not that of awq .bits is 4.0 and should be a whole number"),
-        ("gptq", {"group_size": [32]}, r"is not that of gptq .group_size is \[32\] and should be a whole number"),
-        ("gptq", {"quant_method": ["gptq"]}, r"has the quant_method \['gptq'\], which is no name"),
+        ("gptq", {"pack_dtype": "int8"}, "its pack_dtype is int8, but only int32 is supported"),
+        (
+            "gptq",
+            {"dynamic": {"-:lm_head": {}, r"+:.*\.down": {"bits": 8}}},
+            "layers like .* have settings of their own",
+        ),
+        ("awq", {"version": "gemv"}, "its version is gemv, but only gemm is supported"),
+        ("awq", {"bits": 8}, "its number of bits is 8, but only 4 is supported"),
+        ("gptq", {"bits": "4"}, "is not valid for gptq .bits is '4' and should be a whole number"),
+        ("awq", {"bits": 4.0}, "is not valid for awq .bits is 4.0 and should be a whole number"),
+        ("gptq", {"group_size": [32]}, r"is not valid for gptq .group_size is \[32\] and should be a whole number"),
+        ("gptq", {"quant_method": ["gptq"]}, r"has the quant_method \['gptq'\], which is not a name"),
     ],
 )
 def test_what_is_not_plain_is_refused_by_name(
@@ -217,7 +223,9 @@ def test_what_is_not_plain_is_refused_by_name(
     write(tmp_path / "m", method)
     change_settings(tmp_path / "m", **changes)
     kind = CheckpointError if " is no" in message or "should be" in message else UnsupportedModelError
-    with pytest.raises(kind, match=message if kind is CheckpointError else f"is not plain {method}: .*{message}"):
+    with pytest.raises(
+        kind, match=message if kind is CheckpointError else f"cannot read {method} weights of .*: .*{message}"
+    ):
         load_model(tmp_path / "m", weights=None if kind is CheckpointError else "stored")
 
 
@@ -238,7 +246,7 @@ def test_numbers_of_another_kind_are_refused(
     tensor = parts_of(tmp_path / "m")[part]
     changed = torch.full_like(tensor, float("nan")) if dtype is None else tensor.to(dtype)
     change_parts(tmp_path / "m", **{part: changed})
-    with pytest.raises(CheckpointError, match=rf"the weights of {UP} do not fit one another .*{message}"):
+    with pytest.raises(CheckpointError, match=rf"the weights of {UP} do not fit together .*{message}"):
         load_model(tmp_path / "m")
 
 
@@ -300,5 +308,5 @@ def test_settings_in_another_file_are_missed_by_name(method: str, tmp_path: Path
 
 def test_they_are_not_rounded_again(tmp_path: Path) -> None:
     write(tmp_path / "m", "gptq")
-    with pytest.raises(ConfigError, match="are whole numbers already; leave it out"):
+    with pytest.raises(ConfigError, match="are integers already; leave it out"):
         load_model(tmp_path / "m", quantization="int8")

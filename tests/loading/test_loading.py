@@ -81,7 +81,7 @@ def test_a_name_like_one_that_is_there_is_answered_with_it(
     folder = checkpoint.parent.name
     with caplog.at_level("INFO", logger="foredraft"), pytest.raises(CheckpointError, match=rf"mean {folder}/model\?"):
         LLM(f"{folder}/modell")
-    assert f"{folder}/modell is not a directory here, so it is looked for at the hub" in caplog.text
+    assert f"{folder}/modell is not a local directory, so it is looked up on the hub" in caplog.text
 
 
 def test_a_file_is_no_model(checkpoint: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_named(
         ({"num_hidden_layers": 2}, r"lacks 9 weights of its configuration \(model\.layers\.1\."),
         ({"num_hidden_layers": -1}, r"config\.json of .*states -1 layers"),
         ({"num_hidden_layers": 0}, r"config\.json of .*states 0 layers"),
-        ({"num_hidden_layers": 10**7}, r"config\.json of .*hold \d+ "),
+        ({"num_hidden_layers": 10**7}, r"config\.json of .*contain \d+ "),
         ({"intermediate_size": 353}, "the weights of"),
     ],
 )
@@ -173,7 +173,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"metadata": ...}, 'has no object named metadata, .*; write "metadata": {} into it'),
+        ({"metadata": ...}, 'has no object named metadata, .*; add "metadata": {} next to weight_map'),
         ({"metadata": None}, "has no object named metadata"),
         ({"metadata": [1]}, "has no object named metadata"),
         ({"weight_map": ...}, "has no weight_map from tensors to files"),
@@ -183,8 +183,8 @@ INDEX = "model.safetensors.index.json"
         ({"lm_head.weight": "a\0b.safetensors"}, "names .*, which is not a file in its folder"),
         ({"lm_head.weight": "config.json"}, "names 'config.json', which is not a .safetensors file"),
         ({"lm_head.weight": "part/"}, "names 'part/', which is not a .safetensors file"),
-        ({"lm_head.weight": "a.safetensors"}, "names 'a.safetensors', which is not there; download or copy"),
-        ({"lm_head.weight": f"{'a' * 300}.safetensors"}, "names 'aaa.*, which is not there; download or copy"),
+        ({"lm_head.weight": "a.safetensors"}, "names 'a.safetensors', which does not exist; download or copy"),
+        ({"lm_head.weight": f"{'a' * 300}.safetensors"}, "names 'aaa.*, which does not exist; download or copy"),
         ("[" * 100_000, "cannot be read .* download or copy it again"),
     ],
 )
@@ -213,7 +213,9 @@ def test_a_tensor_in_two_files_is_that_of_the_index(checkpoint: Path) -> None:
         parts[0][name], parts[1][name], index[name] = parts[mine][name], stale, files[0]
 
     in_two_files(checkpoint, listed_first)
-    with pytest.raises(CheckpointError, match=r"holds model\.norm\.weight in .*00001.* and in .*00002.* names .*00001"):
+    with pytest.raises(
+        CheckpointError, match=r"contains model\.norm\.weight in .*00001.* and in .*00002.* names .*00001"
+    ):
         LLM(checkpoint)
 
 
@@ -254,7 +256,7 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_there(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+    with pytest.raises(CheckpointError, match="contains no tokenizer"):
         LLM(checkpoint, tokenizer=checkpoint)
     with pytest.raises(ConfigError, match="tokenizer is int"):
         load_tokenizer(7)

@@ -200,8 +200,8 @@ def test_others_are_told_of_once_where_steps_go_on_to_wait(
             world.steps(1, 5.0 if world.helpers.num_threads != 1 else calm)
     (message,) = [record.getMessage() for record in caplog.records]
     assert message == (
-        f"other programs have used the processors for {FEW_STEPS} steps: these took 5.0 times as long as they compute, "
-        "so speeds measured meanwhile are too low; kernels run on 1 of 2 threads until that ends"
+        f"other programs have kept the processors busy for {FEW_STEPS} steps, which took 5.0 times their own computing "
+        "time, so speeds measured meanwhile are too low; kernels run on 1 of 2 threads until the load drops"
     )
 
 

@@ -165,7 +165,7 @@ def test_what_is_damaged_is_told_and_made_again(tmp_path: Path, cache: Path, cap
         with caplog.at_level(logging.WARNING, "foredraft"):
             llm = LLM(folder, cache_packed=True)
         (line,) = caplog.messages
-        assert line.startswith(f"the packed copy {file} is not used, and made again: "), how
+        assert line.startswith(f"the packed copy {file} is not used and will be made again: "), how
         assert file.read_bytes() == whole, how
     assert_same(llm, plain)
 
@@ -219,7 +219,7 @@ def test_parts_of_other_matrices_are_refused(part: str) -> None:
     x = torch.randn(3, 96)
     assert torch.equal(facts.matrix(kernels, parts)(x), matrix(x))
     parts[part] = parts[part][:-1]
-    with pytest.raises(ValueError, match="are no parts of a matrix of"):
+    with pytest.raises(ValueError, match="are not the parts of a matrix of"):
         facts.matrix(kernels, parts)
 
 
@@ -239,9 +239,9 @@ def test_parts_of_scales_that_share_halves_are_refused(part: str, change: str) -
         parts[part] = given[:, :0] if change == "cut" else given.double()
     if (part, change) == ("zeros", "gone"):
         parts.pop("scale_halves")
-    with pytest.raises(ValueError, match="are no parts of a matrix of"):
+    with pytest.raises(ValueError, match="are not the parts of a matrix of"):
         facts.matrix(kernels, parts)
-    with pytest.raises(ValueError, match="are no parts of a matrix of"):
+    with pytest.raises(ValueError, match="are not the parts of a matrix of"):
         replace(facts, half_shift=9).matrix(kernels, matrix.parts)
 
 
@@ -278,7 +278,7 @@ def test_what_lies_about_itself_is_not_used(tmp_path: Path, cache: Path, caplog:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "foredraft"):
             llm = LLM(folder, cache_packed=True)
-        assert re.search(r"is not used, and made again: (ValueError|KeyError): ", caplog.text), name
+        assert re.search(r"is not used and will be made again: (ValueError|KeyError): ", caplog.text), name
     assert_same(llm, plain)
 
 
@@ -340,7 +340,7 @@ def test_copies_of_all_settings_are_listed(tmp_path: Path, cache: Path, monkeypa
     (cache / ".x.packed.1-2.part").write_bytes(b"half")
     (cache / "y.packed").write_bytes(b"something else")
     told = {Path(each.file).name: each.why_unused for each in packed_copy.kept_files()}
-    assert told.pop(".x.packed.1-2.part") == "it was not finished, unless a process writes it now"
+    assert told.pop(".x.packed.1-2.part") == "it is incomplete, unless a process is writing it now"
     assert told.pop("y.packed").startswith("it is damaged (it is not a foredraft file of packed weights")
     assert sorted(why.rpartition("/")[2] for why in told.values())[:2] == ["", ""]
     assert sum(why.startswith(f"{other}/") and why.endswith("has changed or is gone") for why in told.values()) == 1

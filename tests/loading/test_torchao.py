@@ -86,7 +86,7 @@ def test_a_layer_that_has_lost_its_zero_points_is_refused(bits: int, tmp_path: P
     write(tmp_path / "m", bits, 32, has_zeros=True)
     change_parts(tmp_path / "m", _weight_zero_point=None)
     with pytest.raises(
-        CheckpointError, match=rf"lacks {UP}._weight_zero_point \(1 of 14 layers\), and 13 other layers"
+        CheckpointError, match=rf"lacks {UP}._weight_zero_point \(1 of 14 layers\), but 13 other layers"
     ):
         load_model(tmp_path / "m")
 
@@ -100,7 +100,7 @@ def test_zero_points_that_no_layer_has(bits: int, tmp_path: Path) -> None:
     if bits == 8:
         assert_close(load_model(tmp_path / "m", dtype="float32").model, model)
     else:
-        with pytest.raises(CheckpointError, match=r"14 of 14 layers\), and config.json states"):
+        with pytest.raises(CheckpointError, match=r"14 of 14 layers\), but config.json states"):
             load_model(tmp_path / "m")
 
 
@@ -136,7 +136,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
 def test_what_is_not_plain_is_refused_by_name(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path / "m", 4, 32)
     change_settings(tmp_path / "m", **given)
-    with pytest.raises(UnsupportedModelError, match=f"is not plain torchao: .*{message}"):
+    with pytest.raises(UnsupportedModelError, match=f"cannot read torchao weights of .*: .*{message}"):
         load_model(tmp_path / "m", weights="stored")
 
 
@@ -153,5 +153,5 @@ def test_what_is_not_plain_is_refused_by_name(given: dict[str, Any], message: st
 def test_parts_that_do_not_fit_are_refused_by_name(part: str, changed: torch.Tensor | None, tmp_path: Path) -> None:
     write(tmp_path / "m", 4, 32)
     change_parts(tmp_path / "m", **{f"_weight_{part}": changed})
-    with pytest.raises(CheckpointError, match=f"the weights of {UP} do not fit one another"):
+    with pytest.raises(CheckpointError, match=f"the weights of {UP} do not fit together"):
         load_model(tmp_path / "m", dtype="float32")

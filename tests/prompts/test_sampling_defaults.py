@@ -86,7 +86,10 @@ def test_defaults_are_told(llm: LLM, folder: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, logger="foredraft"):
         LLM(str(folder))
     (line,) = [message for message in caplog.messages if "generation config" in message]
-    assert "requests that set nothing else use repetition_penalty=1.3, temperature=0.6, top_k=1, max_tokens=12" in line
+    assert (
+        "default sampling parameters from its generation config: "
+        "repetition_penalty=1.3, temperature=0.6, top_k=1, max_tokens=12" in line
+    )
 
 
 def test_unset_is_what_nobody_has_set_however_parameters_travel() -> None:

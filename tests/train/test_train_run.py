@@ -255,7 +255,7 @@ def test_heads_on_board_of_the_toy_draft_and_change_nothing(llm: LLM) -> None:
     plain = llm.generate(PROMPTS[:4], GREEDY)
     for method in ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3"):
         drafting = llm.with_speculative_config(method)
-        assert drafting.drafting.heads == (f"zoo:tiny, {'eagle' if method == 'eagle2' else method} (on board)",)
+        assert drafting.drafting.heads == (f"zoo:tiny, {'eagle' if method == 'eagle2' else method} (included)",)
         found = drafting.generate(PROMPTS[:4], GREEDY)
         assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain], method
         counted = [one.metrics.speculative_decoding for one in found]

@@ -1,1 +1,1 @@
-"""Options as data: what may be asked for, in which range, and what it is called elsewhere. Imports no torch."""
+"""Options as data: names, ranges, defaults and aliases. This package does not import torch."""

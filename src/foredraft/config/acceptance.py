@@ -1,20 +1,23 @@
-"""The acceptance rules as data: names, and the properties that decide what goes together with them."""
+"""The acceptance rules as data: names, and properties that decide which options a rule can be combined with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3
-"""Medusa's numbers, as its ``generate`` has them; its helper functions have them the other way round."""
+"""Medusa's defaults, as in its ``generate``. Its helper functions have the two values the other way round."""
 
 
 @dataclass(frozen=True)
 class TypicalLimits:
-    """When ``typical`` accepts a token of the target's distribution p: if p(x) > min(threshold, alpha exp(-H(p))).
+    """Limits of the rule ``typical``: a token x is accepted if p(x) > min(threshold, alpha exp(-H(p))).
+
+    p is the target's distribution and H its entropy.
 
     Args:
-      threshold: 0 to 1; the lower, the more is accepted.
-      alpha: 0 or more; how much less a token may have where the target is unsure. Medusa advises about sqrt(threshold).
+      threshold: 0 to 1. A lower threshold accepts more tokens.
+      alpha: 0 or more. Factor of the entropy term, which lowers the bound where the target is unsure. Medusa advises
+        about sqrt(threshold).
     """
 
     threshold: float = POSTERIOR_THRESHOLD
@@ -23,16 +26,16 @@ class TypicalLimits:
 
 @dataclass(frozen=True)
 class AcceptanceRule:
-    """One way to decide which drafted tokens stay; `foredraft.accept` carries them out.
+    """A rule that decides which drafted tokens are accepted. `foredraft.accept` implements the rules.
 
     Args:
-      name: by which it is chosen.
-      takes_trees: drafts may branch.
-      shares_noise: the drafter may draw by the target's own noise, since nothing else is random.
-      needs_probs: a draft that was sampled carries the distribution it was drawn from.
-      is_lossless: the output follows the distribution of plain decoding.
-      keeps_tokens: the output has the very tokens of plain decoding with the same seed.
-      aliases: names of other tools.
+      name: name of the rule in configs.
+      takes_trees: whether drafts may be trees.
+      shares_noise: whether the drafter may sample with the target's own noise, because the rule uses no other noise.
+      needs_probs: whether a sampled draft must carry the distribution that it was sampled from.
+      is_lossless: whether the output has the distribution of plain decoding.
+      keeps_tokens: whether the output has exactly the tokens of plain decoding with the same seed.
+      aliases: names that other tools use.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Keys that several methods have in common; each takes those that mean something for it."""
+"""Keys that several methods share. Each method takes the keys that have a meaning for it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from foredraft.errors import ConfigError
 
 
 def acceptance(rules: Iterable[AcceptanceRule], help: str) -> Any:
-    """The field ``rejection_sample_method`` of methods that take these rules."""
+    """Define the field ``rejection_sample_method`` of methods that support these rules."""
     rules = tuple(rules)
     aliases = {alias: rule.name for rule in rules for alias in rule.aliases}
     return option(one_of(tuple(rule.name for rule in rules), aliases), MATCH.name, help)
 
 
 def draft_sampling(help: str) -> Any:
-    """The field ``draft_sample_method`` of methods that can draw from a distribution of their own."""
+    """Define the field ``draft_sample_method`` of methods that can sample drafts from their own distribution."""
     return option(one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}), "probabilistic", help)
 
 
@@ -28,63 +28,66 @@ FIXED = "fixed"
 
 
 def policy_choice(names: tuple[str, ...], aliases: Mapping[str, str]) -> Any:
-    """The field ``length_policy`` of methods whose lengths these policies can decide."""
-    help = "who decides how much is drafted: governed, by measured cost (under match), or a policy that is then kept to"
+    """Define the field ``length_policy`` of methods that support these policies."""
+    help = (
+        "who decides the draft size: governed, which maximises speed by measured cost (under match), or one of the "
+        "other policies, which is then always followed"
+    )
     return option(one_of(names, aliases), GOVERNED, help)
 
 
 def draft_length(default: int, least: int = 0) -> Any:
-    """The field ``num_speculative_tokens``."""
-    plain = "" if least else "; 0 decodes plainly"
-    return option(whole(least), default, f"longest draft, the bonus not counted{plain}")
+    """Define the field ``num_speculative_tokens``."""
+    plain = "" if least else "; 0 is plain decoding"
+    return option(whole(least), default, f"most drafted tokens per step along one path, bonus token excluded{plain}")
 
 
-def node_limit(default: int | None = None, help: str = "most nodes of a draft, root included") -> Any:
-    """The field ``max_draft_nodes``."""
+def node_limit(default: int | None = None, help: str = "most nodes of a draft tree, root included") -> Any:
+    """Define the field ``max_draft_nodes``."""
     return option(whole(2), default, help)
 
 
 def branches(default: int = 1) -> Any:
-    """The field ``num_draft_branches``."""
+    """Define the field ``num_draft_branches``."""
     return option(whole(1), default, "most siblings per drafted position; 1 drafts chains")
 
 
 def depth_within(length: int, max_nodes: int | None, num_branches: int) -> int:
-    """Draft length within the node limit: a level of a tree has as many nodes as there are branches.
+    """Return the draft length that the node limit allows. A tree level has as many nodes as there are branches.
 
-    10 nodes, root included, hold 4 levels of 2 branches.
+    For example, 10 nodes, root included, are enough for 4 levels of 2 branches.
 
-    Raises: ConfigError where there is no room for one level.
+    Raises: ConfigError if the limit is too small for one level.
     """
     if max_nodes is None:
         return length
     depth = (max_nodes - 1) // num_branches
     if depth == 0:
         raise ConfigError(
-            f"max_draft_nodes={max_nodes} leaves no room for one level of num_draft_branches={num_branches}; raise the "
-            f"first to {num_branches + 1} or more"
+            f"max_draft_nodes={max_nodes} is too small for one level of num_draft_branches={num_branches}; raise "
+            f"max_draft_nodes to {num_branches + 1} or more"
         )
     return min(length, depth)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(Options):
-    """Keys of every method that drafts."""
+    """Keys that every drafting method has."""
 
     num_speculative_tokens: int = draft_length(0)
     rejection_sample_method: str = acceptance(
         [rule for rule in RULES.values() if rule.is_lossless],
-        "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block",
+        "rule that accepts drafts: match (same tokens for any draft), standard (rejection sampling) or block",
     )
     length_policy: str = option(
         one_of((GOVERNED, FIXED), {"constant": FIXED}),
         GOVERNED,
-        "who decides how much is drafted: governed, by measured cost (under match), or fixed",
+        "who decides the draft size: governed, which maximises speed by measured cost (under match), or fixed",
     )
 
     @property
     def num_branches(self) -> int:
-        """Most siblings of a draft."""
+        """Most siblings per drafted position."""
         return 1
 
     @property
@@ -94,26 +97,26 @@ class DraftOptions(Options):
 
     @property
     def is_governed(self) -> bool:
-        """Whether measured costs decide how much is drafted; only where tokens do not depend on it."""
+        """Whether measured costs decide the draft size; only where tokens do not depend on it."""
         return self.length_policy == GOVERNED and self.rule.keeps_tokens
 
     def check(self) -> None:
         super().check()
         if self.drafts_trees and not self.rule.takes_trees:
             raise ConfigError(
-                f"rejection_sample_method={self.rule.name!r} takes chains, and method {self.method!r} drafts trees; "
-                "use 'match' or 'standard'"
+                f"rejection_sample_method={self.rule.name!r} accepts only chains, and method {self.method!r} drafts "
+                "trees; use 'match' or 'standard'"
             )
         if self.num_branches > 1 and not self.rule.takes_trees:
             raise ConfigError(
-                f"rejection_sample_method={self.rule.name!r} takes chains, and this config drafts {self.num_branches} "
-                "branches; use 'match' or 'standard', or one branch"
+                f"rejection_sample_method={self.rule.name!r} accepts only chains, and this config drafts "
+                f"{self.num_branches} branches; use 'match' or 'standard', or one branch"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BranchOptions(DraftOptions):
-    """Keys of methods whose drafts may branch."""
+    """Keys of methods whose drafts may be trees."""
 
     num_draft_branches: int = branches()
 
@@ -124,26 +127,27 @@ class BranchOptions(DraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
-    """Keys of methods that draft with a model or heads of their own."""
+    """Keys of methods that draft with a model or with heads."""
 
     model: Any = option(
         anything("path, hub id, zoo:NAME or a loaded model"),
-        help="the drafter; by default what a model of the zoo brings",
+        help="the drafter; by default the one that is included with a model of the zoo",
     )
-    revision: Any = option(anything("branch, tag or commit"), help="of a drafter from the hub")
+    revision: Any = option(anything("branch, tag or commit"), help="revision of a drafter from the hub")
     dtype: Any = option(
-        anything("name of a dtype"), help="of a drafter that is loaded by name; by default the target's choice"
+        anything("name of a dtype"),
+        help="dtype of a drafter that is loaded by name; by default chosen as for the target",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyOptions(Options):
-    """Which tokens may be drafted at all.
+    """Keys that restrict the tokens that may be drafted.
 
     Source: FR-Spec (Zhao et al. 2025, arXiv:2502.14856).
     """
 
     draft_vocabulary: Any = option(
         anything("file with a JSON list of token ids"),
-        help="tokens that may be drafted, so that only their rows of the output layer are read; by default all",
+        help="tokens that may be drafted; only their rows of the output layer are read; by default all",
     )

@@ -1,4 +1,4 @@
-"""Configuration of an engine, sizes of memory as people write them, and the guarantee relative to plain decoding."""
+"""Configuration of an engine, memory sizes as users write them, and the guarantee relative to plain decoding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_size(name: str, value: object) -> int | str:
-    """A number of bytes, from a whole number, "500MB" or "1.5GiB"; a share like "40%" stays one, see `share_of`.
+    """Return a memory size in bytes, given a whole number, "500MB" or "1.5GiB".
 
-    Raises: ConfigError for anything else, and for nothing.
+    A share such as "40%" stays text; `share_of` converts it.
+
+    Raises: ConfigError for anything else, and for sizes below 1 byte.
     """
     text = str(value).strip().upper().replace(" ", "")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|[KMG]?I?B|)", text)
@@ -30,7 +32,7 @@ def memory_size(name: str, value: object) -> int | str:
     number, unit = float(match[1]), match[2]
     if unit == "%":
         if not 0 < number <= 100:
-            raise ConfigError(f"{name} is {value!r}, and a share is up to 100%; give a number of bytes")
+            raise ConfigError(f"{name} is {value!r}; a share is more than 0% and at most 100%")
         return text
     size = int(number * UNITS[unit])
     if size < 1:
@@ -39,38 +41,38 @@ def memory_size(name: str, value: object) -> int | str:
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes for people: "500.0 MB" or "2.1 GB"."""
+    """Return a number of bytes in a readable form: "500.0 MB" or "2.1 GB"."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def share_of(name: str, share: str, available: int | None) -> int:
-    """Bytes of a share like "40%".
+    """Return the bytes of a share such as "40%".
 
     Args:
-      available: bytes that it is of; None where the system does not say.
+      available: all available bytes, or None if the system does not report them.
 
-    Raises: ConfigError where that is not known.
+    Raises: ConfigError if the available memory is not known.
     """
     if available is None:
-        raise ConfigError(f"{name} is {share!r}, and it is not known what is available; give a number of bytes")
+        raise ConfigError(f"{name} is {share!r}, but the available memory is not known; give a number of bytes")
     return int(available * float(share.rstrip("%")) / 100)
 
 
 def available_bytes(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP, own: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Memory that can still be allocated: what the system has, or what is left of a limit if that is less.
+    """Return the memory that can still be allocated: free memory of the system, or what a limit leaves if that is less.
 
-    The limits of this process' address space and data (``ulimit -v``, ``ulimit -d``) hold, and those of its own cgroup
-    and of all above it, in both versions. Files that a cgroup has in the cache and does not use (a model that was just
-    read) count as free, as they do in MemAvailable.
+    The limits are those of this process' address space and data (``ulimit -v``, ``ulimit -d``), of its cgroup and of
+    all cgroups above it, in both cgroup versions. Unused page cache of a cgroup (a model that was just read) counts as
+    free, as it does in MemAvailable.
 
     Args:
-      meminfo: what the system has.
-      cgroup: where the hierarchy of cgroups is mounted.
-      own: which of them this process is in.
+      meminfo: file with the system's memory figures.
+      cgroup: mount point of the cgroup hierarchy.
+      own: file that lists the cgroups of this process.
 
-    Returns: bytes; None where neither is told.
+    Returns: bytes; None if neither the system nor a limit reports any.
     """
     lines = _read(meminfo).splitlines()
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
@@ -85,7 +87,7 @@ def available_bytes(
 
 
 def _left_of_process(statm: Path = Path("/proc/self/statm")) -> list[int]:
-    """Memory left of the limits of this process (``ulimit``); empty where there are none."""
+    """Return the memory that each limit of this process (``ulimit``) leaves; empty without limits."""
     fields = _read(statm).split()
     if len(fields) < 6 or find_spec("resource") is None:
         return []
@@ -97,10 +99,12 @@ def _left_of_process(statm: Path = Path("/proc/self/statm")) -> list[int]:
 
 
 def _left(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:
-    """Memory left of the limits of a cgroup and of those above it.
+    """Return the memory that the limits of a cgroup and of those above it leave.
 
     Args:
-      names: of the files with limit and usage, and of the line of memory.stat that says what could be dropped.
+      mount: mount point of the controller.
+      path: path of the cgroup below the mount point.
+      names: names of the files with limit and usage, and the key in memory.stat of reclaimable bytes.
     """
     left = []
     place = mount / path.strip("/")
@@ -126,25 +130,25 @@ class EngineConfig:
     """Configuration of scheduling and verification.
 
     Args:
-      max_num_seqs: rows that run at once.
-      max_model_len: limit for prompt and output together; the model's context by default.
-      prefill_chunk_size: prompt tokens of one row per prefill step. Running rows wait for at most so many tokens before
-        they go on: smaller chunks mean shorter pauses and a longer time to the first token.
-      acceptance: "match", "standard" (rejection), "block", or "typical", which changes the distribution of the text.
-      exactness: "default": where steps run by the library's own kernels, plain and speculative decoding agree bit for
-        bit, whatever the draft, and drafts have 64 nodes at most; elsewhere near-ties may fall differently. "relaxed":
-        drafts of any size, and near-ties may fall differently everywhere.
-      typical: what "typical" accepts.
-      max_kv_bytes: memory of the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of what is
-        available on the model's device when the engine is made. Rows wait, or leave for a while, as it asks for; a
-        request that does not limit its output ends where it would not fit alone. None for no limit.
-      contains_faults: an exception of a drafter ends its drafting for the rows that it was working on, and one of a
-        logits processor, or while text is looked at, ends its row with the reason "error"; nothing else is touched.
-        Otherwise such exceptions are raised, which ends all rows that run.
+      max_num_seqs: most rows that run at once.
+      max_model_len: limit of prompt and output together; by default the model's context length.
+      prefill_chunk_size: prompt tokens of one row per prefill step. Running rows wait for at most this many tokens, so
+        smaller chunks mean shorter pauses and a longer time to first token.
+      acceptance: "match", "standard" (rejection sampling), "block" or "typical", which changes the output distribution.
+      exactness: "default" or "relaxed". With "default", a model that runs on the library's own kernels gives bit for
+        bit the output of plain decoding, for any draft, and drafts have at most 64 nodes. Other models agree up to
+        rounding. With "relaxed", drafts have any size, and all models agree up to rounding.
+      typical: limits of the rule "typical".
+      max_kv_bytes: most memory for the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of the
+        memory available on the model's device when the engine is made. Rows wait or are preempted to keep within it. A
+        request without an output limit ends when it alone would exceed it. None for no limit.
+      contains_faults: limit the effect of exceptions. An exception in a drafter ends drafting for the rows that it was
+        drafting for. An exception in a logits processor, or in code that reads the text, ends its row with the reason
+        "error". Otherwise such an exception is raised and ends all running rows.
       output_scores, output_logits: return processed scores and raw logits of every emitted token.
 
     Attributes:
-      rule: the acceptance rule, read in every step.
+      rule: the acceptance rule, stored here because every step reads it.
     """
 
     max_num_seqs: int = 16
@@ -168,9 +172,9 @@ class EngineConfig:
             raise ConfigError(f"acceptance is {self.acceptance!r}; choose one of {', '.join(RULES)}")
         if self.exactness == "strict":
             raise ConfigError(
-                "exactness='strict', which ran every step at one fixed shape, is gone, since native models keep the "
-                "bits of plain decoding by default; see LLM.promise (or foredraft info MODEL) for what a model keeps "
-                "and why, choose another dtype or a model that is native, or judge outputs by foredraft verify"
+                "exactness='strict', which ran every step at one fixed shape, was removed, since native models give "
+                "the bits of plain decoding by default; see LLM.promise (or foredraft info MODEL) for the guarantee of "
+                "a model and its reason, choose another dtype or a native model, or check outputs with foredraft verify"
             )
         if self.exactness not in ("default", "relaxed"):
             raise ConfigError(f"exactness is {self.exactness!r}; choose default or relaxed")
@@ -184,13 +188,14 @@ class Promise:
     """Guarantee for a row, relative to plain decoding of the same request under the same ``exactness``.
 
     Args:
-      kind: "native": the same bits for any draft, since the library's own kernels compute every row and node by itself;
-        "near-ties": the same tokens, except where two of them are so close that rounding decides.
-      reason: why it is not native; empty where it is.
+      kind: "native" or "near-ties". "native": the same bits for any draft, because the library's own kernels compute
+        every row and node independently. "near-ties": the same tokens, except between two tokens whose scores are so
+        close that rounding decides.
+      reason: why the guarantee is not "native"; empty if it is.
 
     Attributes:
-      keeps_bits: whether log-probabilities have the bits of plain decoding, too.
-      max_nodes: the largest draft of a row that is covered, root included.
+      keeps_bits: whether log-probabilities also have the bits of plain decoding.
+      max_nodes: most nodes of a draft that the guarantee covers, root included.
     """
 
     kind: Literal["native", "near-ties"]
@@ -203,19 +208,19 @@ class Promise:
         object.__setattr__(self, "max_nodes", MOST_NODES if self.keeps_bits else sys.maxsize)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the guarantee as plain data."""
         return {"kind": self.kind, "reason": self.reason, "keeps_bits": self.keeps_bits}
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for users."""
         what = {
             "native": "same bits as plain decoding for any draft",
-            "near-ties": "same tokens as plain decoding but for near-ties",
+            "near-ties": "same tokens as plain decoding except for near-ties",
         }[self.kind]
         return f"{self.kind}: {what}" + (f" ({self.reason})" if self.reason else "")
 
 
 @lru_cache(maxsize=64)
 def promised(kind: Literal["native", "near-ties"], reason: str = "") -> Promise:
-    """A promise that is made once: engines read it in every step."""
+    """Return a guarantee from a cache, because engines read it in every step."""
     return Promise(kind, reason)

@@ -1,4 +1,4 @@
-"""Names of other systems: what their keys are called here, and those that are not here, because."""
+"""Names of other systems: aliases of foredraft's keys, and keys that foredraft does not support, with the reason."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Alias:
-    """The name that another system has for a key.
+    """Name that another system has for one of foredraft's keys.
 
     Args:
-      key: its name here.
-      implies: other keys that the alias sets, where they are not given.
-      words: values that a switch stands for, on and off; None where nothing need be set.
+      key: name in foredraft.
+      implies: other keys that the alias sets if they are not given.
+      words: values for a switch that is on and off; None if nothing needs to be set.
     """
 
     key: str
@@ -41,7 +41,7 @@ ALIASES: dict[str, dict[str, dict[str, str | Alias]]] = {
             "speculative_draft_model_path": "model",
             "speculative_draft_model_revision": "revision",
             "speculative_num_steps": "num_speculative_tokens",
-            "speculative_num_draft_tokens": "max_draft_nodes",  # the root is counted, as here
+            "speculative_num_draft_tokens": "max_draft_nodes",  # both count the root
             "speculative_eagle_topk": "num_draft_branches",
             "speculative_ngram_min_match_window_size": "prompt_lookup_min",
             "speculative_ngram_max_match_window_size": "prompt_lookup_max",
@@ -99,23 +99,23 @@ ALIASES: dict[str, dict[str, dict[str, str | Alias]]] = {
     },
     "LLM": {"transformers": {"torch_dtype": "dtype"}, "TensorRT-LLM": {"max_seq_len": "max_model_len"}},
 }
-"""The one table of aliases: whose keys they are, who calls them so, the name there, the name here."""
+"""All aliases: config -> other system -> name in that system -> key in foredraft."""
 
 
 @cache
 def aliases(owner: str) -> dict[str, Alias]:
-    """The aliases of an owner's keys, by name."""
+    """Return the aliases of a config's keys, by name."""
     named = {name: key for system in ALIASES.get(owner, {}).values() for name, key in system.items()}
     return {name: Alias(key) if isinstance(key, str) else key for name, key in named.items()}
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A key of another system that has no counterpart here.
+    """A key of another system that foredraft does not support.
 
     Args:
-      reason: why, and what to use instead.
-      harmless: values that ask for what happens anyway; they are accepted and have no effect.
+      reason: why it is not supported, and what to use instead.
+      harmless: values that request the behaviour that foredraft has anyway. They are accepted and have no effect.
     """
 
     reason: str
@@ -126,29 +126,29 @@ class Foreign:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two values of a key are equal; arrays and models are only themselves."""
+    """Whether two values of a key are equal. Arrays and models are equal only to themselves."""
     plain, nested = (bool, int, float, str), (list, dict)
     return a is b or (any(type(a) in kinds and type(b) in kinds for kinds in (plain, nested)) and bool(a == b))
 
 
 _ONE_PROCESS = "the model runs in one process on one device; leave it out"
 _OWN_WEIGHTS = (
-    "weights keep the form of the checkpoint; load the model with transformers as you want it and pass the model"
+    "weights keep the format of the checkpoint; load the model with transformers in the format you need and pass it"
 )
-_NO_ADAPTERS = "adapters are not swapped per request; merge the adapter into the model and pass that"
-_GRAMMAR = "what an output must match is structured_outputs, StructuredOutputs(json=..., regex=..., choice=..., ...)"
+_NO_ADAPTERS = "adapters cannot be swapped per request; merge the adapter into the model and pass the merged model"
+_GRAMMAR = "use structured_outputs to constrain the output: StructuredOutputs(json=..., regex=..., choice=..., ...)"
 _NO_BEAMS = (
-    "beams are not drafted for; foredraft.classic.sampling.beam_search_generate decodes them plainly, and n "
-    "draws samples"
+    "beam search cannot be combined with drafting; foredraft.classic.sampling.beam_search_generate runs it without, "
+    "and n draws several samples"
 )
 _NO_THRESHOLDS = (
-    "the one lossy rule here is typical acceptance, for medusa, hydra and eagle: rejection_sample_method='typical' "
-    "with posterior_threshold and posterior_alpha"
+    "the only lossy rule of foredraft is typical acceptance, for medusa, hydra and eagle: "
+    "rejection_sample_method='typical' with posterior_threshold and posterior_alpha"
 )
-_PROCESSOR = "it is not a parameter here; pass transformers' own processor for it through logits_processors"
-_EOS = "EOS is the model's; stop_token_ids adds further ends, and ignore_eos goes on past it"
-_BY_BATCH = "draft lengths follow the batch by measured cost already; length_policy forces others"
-_CHUNKS = "prompts are read in chunks, of which running rows wait for one at most; use prefill_chunk_size"
+_PROCESSOR = "it is not a parameter of foredraft; pass transformers' own processor for it in logits_processors"
+_EOS = "EOS is that of the model; stop_token_ids adds further stop tokens, and ignore_eos continues after EOS"
+_BY_BATCH = "draft lengths already adapt to the batch by measured cost; length_policy chooses another policy"
+_CHUNKS = "prompts are read in chunks, and running rows wait for at most one chunk; use prefill_chunk_size"
 
 NOT_HERE = {
     "LLM": {
@@ -160,12 +160,12 @@ NOT_HERE = {
         "distributed_executor_backend": Foreign(_ONE_PROCESS, (None, "uni")),
         "disable_custom_all_reduce": Foreign(_ONE_PROCESS, (None, False, True)),
         "gpu_memory_utilization": Foreign(
-            "no memory is set aside in advance: the cache grows with the rows that run; max_num_seqs and max_model_len "
-            "limit it"
+            "no memory is reserved in advance: the cache grows with the running rows; max_num_seqs, max_model_len and "
+            "max_kv_bytes limit it"
         ),
-        "kv_cache_memory_bytes": Foreign("the cache grows with the rows that run; max_kv_bytes limits it"),
+        "kv_cache_memory_bytes": Foreign("the cache grows with the running rows; use max_kv_bytes to limit it"),
         "swap_space": Foreign(
-            "rows that do not fit wait instead of being swapped out; max_num_seqs says how many run", (None, 0)
+            "rows that do not fit wait instead of being swapped out; use max_num_seqs to limit running rows", (None, 0)
         ),
         "cpu_offload_gb": Foreign(
             "weights stay on one device; choose it with device='cpu' or device='cuda'", (None, 0)
@@ -179,80 +179,80 @@ NOT_HERE = {
         "model_impl": Foreign(
             "models always run through transformers' own code; leave it out", (None, "auto", "transformers")
         ),
-        "enforce_eager": Foreign("execution says how forwards are carried out; use execution='eager'", (None, False)),
-        "compilation_config": Foreign("execution says how forwards are carried out; use execution='compiled'"),
-        "attention_backend": Foreign("attention is that of the model's code and execution; leave it out"),
+        "enforce_eager": Foreign("use execution='eager', which sets how forward passes are run", (None, False)),
+        "compilation_config": Foreign("use execution='compiled', which sets how forward passes are run"),
+        "attention_backend": Foreign("execution and the model's code decide the attention kernels; leave it out"),
         "attn_implementation": Foreign(
-            "attention is that of the model's code and execution; load the model with it and pass that"
+            "execution and the model's code decide the attention kernels; load the model with it and pass the model"
         ),
         "max_num_batched_tokens": Foreign(
-            "a step is bounded by rows and by the prompt tokens of each; use max_num_seqs and prefill_chunk_size"
+            "a step is limited by rows and by prompt tokens per row; use max_num_seqs and prefill_chunk_size"
         ),
         "long_prefill_token_threshold": Foreign(_CHUNKS, (None, 0)),
         "chunked_prefill_size": Foreign(_CHUNKS, (None,)),
         "enable_chunked_prefill": Foreign("prompts are always prefilled in chunks of prefill_chunk_size", (None, True)),
         "enable_prefix_caching": Foreign(
-            "how many prefixes are kept is a number; use num_cached_prefixes=N", (None, False)
+            "foredraft needs the number of prefixes to keep; use num_cached_prefixes=N", (None, False)
         ),
-        "scheduling_policy": Foreign("rows run in the order in which they came; leave it out", (None, "fcfs")),
-        "async_scheduling": Foreign("steps run one after the other; leave it out", (None, False)),
+        "scheduling_policy": Foreign("requests run in order of arrival; leave it out", (None, "fcfs")),
+        "async_scheduling": Foreign("steps run one after another; leave it out", (None, False)),
         "enable_lora": Foreign(_NO_ADAPTERS, (None, False)),
         "max_loras": Foreign(_NO_ADAPTERS, (None, 1)),
         "max_lora_rank": Foreign(_NO_ADAPTERS),
         "tokenizer_mode": Foreign("pass a loaded tokenizer with tokenizer=", (None, "auto", "hf")),
         "tokenizer_revision": Foreign(
-            "the tokenizer is that of the model's revision; pass a loaded one with tokenizer="
+            "the tokenizer has the revision of the model; pass a loaded one with tokenizer= to use another"
         ),
         "skip_tokenizer_init": Foreign(
-            "the tokenizer is loaded where there is one; ids work without it", (None, False)
+            "the tokenizer is loaded if there is one; token ids work without it", (None, False)
         ),
         "limit_mm_per_prompt": Foreign("prompts are text or token ids; leave it out"),
         **dict.fromkeys(
             ("task", "runner"), Foreign("the model generates text; leave it out", (None, "auto", "generate"))
         ),
-        "download_dir": Foreign("files lie in the cache of huggingface_hub; set HF_HOME"),
-        "hf_token": Foreign("huggingface_hub holds the token; run hf auth login, or set HF_TOKEN"),
-        "max_logprobs": Foreign("there is no limit to SamplingParams.logprobs; leave it out"),
+        "download_dir": Foreign("downloads go to the cache of huggingface_hub; set HF_HOME"),
+        "hf_token": Foreign("huggingface_hub stores the token; run hf auth login, or set HF_TOKEN"),
+        "max_logprobs": Foreign("SamplingParams.logprobs has no limit; leave it out"),
         "logits_processors": Foreign("processors belong to requests; use SamplingParams(logits_processors=[...])"),
-        "disable_log_stats": Foreign("statistics come with every result, in metrics; leave it out", (None, True)),
+        "disable_log_stats": Foreign("every result contains statistics, in metrics; leave it out", (None, True)),
         # vLLM's older names, and transformers'
         **dict.fromkeys(
             ("speculative_model", "assistant_model", "draft_model"),
             Foreign("use speculative_config={'method': 'draft_model', 'model': ...}"),
         ),
         "num_speculative_tokens": Foreign(
-            "how to draft is set in one place; write speculative_config={'method': ..., 'num_speculative_tokens': ...}"
+            "drafting is set in one place; write speculative_config={'method': ..., 'num_speculative_tokens': ...}"
         ),
         "prompt_lookup_num_tokens": Foreign(
             "use speculative_config={'method': 'ngram', 'num_speculative_tokens': ...}"
         ),
-        "method": Foreign("use speculative_config, which takes a bare name, too: speculative_config='ngram'"),
+        "method": Foreign("use speculative_config, which also accepts a bare name: speculative_config='ngram'"),
         "temperature": Foreign("it belongs to requests; use SamplingParams(temperature=...)"),
         "max_tokens": Foreign("it belongs to requests; use SamplingParams(max_tokens=...)"),
-        "device_map": Foreign("the model lies on one device; use device", (None, "auto")),
+        "device_map": Foreign("the model runs on one device; use device", (None, "auto")),
     },
     "SamplingParams": {
         # vLLM
-        "best_of": Foreign("every sample that is drawn is returned; use n and choose among them", (None, 1)),
+        "best_of": Foreign("all samples are returned; use n and choose among them", (None, 1)),
         "use_beam_search": Foreign(_NO_BEAMS, (None, False)),
         "guided_decoding": Foreign(_GRAMMAR),
         "truncate_prompt_tokens": Foreign(
-            "prompts are used whole or refused; cut token_ids before they come in", (None, -1)
+            "prompts are never truncated; shorten the token ids before the call", (None, -1)
         ),
         "spaces_between_special_tokens": Foreign(
-            "text is what the tokenizer's decode gives; leave it out", (None, True)
+            "text is the result of the tokenizer's decode; leave it out", (None, True)
         ),
-        "output_kind": Foreign("LLM.generate returns whole results and LLM.stream every step's; leave it out"),
-        "flat_logprobs": Foreign("logprobs hold one mapping per token; leave it out", (None, False)),
-        "extra_args": Foreign("nothing reads it here; leave it out"),
-        "thinking_token_budget": Foreign("reasoning is text like any other; max_tokens limits it"),
+        "output_kind": Foreign("LLM.generate returns whole results and LLM.stream returns every step; leave it out"),
+        "flat_logprobs": Foreign("logprobs contain one mapping per token; leave it out", (None, False)),
+        "extra_args": Foreign("foredraft has no use for it; leave it out"),
+        "thinking_token_budget": Foreign("reasoning is not treated separately; max_tokens limits it with the output"),
         # transformers
-        "do_sample": Foreign("temperature=0 is greedy, every other temperature samples", (None, True)),
+        "do_sample": Foreign("temperature=0 is greedy decoding, and any other temperature samples", (None, True)),
         "num_beams": Foreign(_NO_BEAMS, (None, 1)),
         "length_penalty": Foreign(_NO_BEAMS, (None, 1, 1.0)),
         "early_stopping": Foreign(_NO_BEAMS, (None, False)),
-        "max_length": Foreign("it would count the prompt, too; use max_tokens, which does not"),
-        "min_length": Foreign("it would count the prompt, too; use min_tokens, which does not", (None, 0)),
+        "max_length": Foreign("it would include the prompt; use max_tokens, which does not"),
+        "min_length": Foreign("it would include the prompt; use min_tokens, which does not", (None, 0)),
         **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), Foreign(_PROCESSOR, (None, 0, 0.0))),
         "top_h": Foreign(_PROCESSOR),
         "encoder_repetition_penalty": Foreign(_PROCESSOR, (None, 1, 1.0)),
@@ -262,17 +262,17 @@ NOT_HERE = {
         "streamer": Foreign("use LLM.stream"),
         # the OpenAI API
         "response_format": Foreign(_GRAMMAR),
-        "top_logprobs": Foreign("how many come with every token is logprobs itself; use logprobs=N"),
+        "top_logprobs": Foreign("logprobs itself is the number of tokens to return; use logprobs=N"),
         "stream": Foreign("use LLM.stream", (None, False)),
     },
     "SpeculativeConfig": {
         # vLLM
         "draft_tensor_parallel_size": Foreign(_ONE_PROCESS, (None, 1)),
         "quantization": Foreign(
-            "the drafter is used as it was loaded; load it with transformers and give the model itself"
+            "the drafter is used as it was loaded; load it with transformers and pass the model itself"
         ),
-        "weights": Foreign("they are the target's, read when it is loaded; use LLM(weights='stored')"),
-        "max_model_len": Foreign("it is of the target; use LLM(max_model_len=...), which limits both"),
+        "weights": Foreign("it applies to the target; use LLM(weights='stored')"),
+        "max_model_len": Foreign("it applies to target and drafter together; use LLM(max_model_len=...)"),
         "enforce_eager": Foreign("the drafter runs as the target does; use LLM(execution='eager')", (None, False)),
         "use_heterogeneous_vocab": Foreign(
             "drafter and target must share a tokenizer; methods without a second model, such as ngram, need none",
@@ -282,29 +282,25 @@ NOT_HERE = {
             ("num_speculative_tokens_per_batch_size", "disable_by_batch_size", "speculative_disable_by_batch_size"),
             Foreign(_BY_BATCH),
         ),
-        "parallel_drafting": Foreign(
-            "there are no drafters that predict a block in parallel in this version", (None, False)
-        ),
-        "disable_logprobs": Foreign("log-probabilities come with every token that asks for them", (None, False, True)),
+        "parallel_drafting": Foreign("this version has no drafters that predict a block in parallel", (None, False)),
+        "disable_logprobs": Foreign("log-probabilities are returned if a request needs them", (None, False, True)),
         # transformers
         **dict.fromkeys(
             ("assistant_lookbehind", "target_lookbehind"),
             Foreign("drafter and target must share a tokenizer; leave it out"),
         ),
-        "use_mtp": Foreign("heads for several tokens are not available in this version; leave it out", (None, False)),
+        "use_mtp": Foreign("multi-token prediction heads are not available in this version", (None, False)),
         # the plain functions of the original description
-        "first_target": Foreign(
-            "prompts are always read before anything is drafted; leave it out", (None, False, True)
-        ),
+        "first_target": Foreign("the prompt is always read before drafting begins; leave it out", (None, False, True)),
         "skip_sample_adjustment": Foreign(
-            "it is lossy; use foredraft.classic.sampling.speculative_generate to see what it does", (None, False)
+            "it is lossy; foredraft.classic.sampling.speculative_generate shows what it does", (None, False)
         ),
         # SGLang
         "speculative_accept_threshold_single": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),
         "speculative_accept_threshold_acc": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),
     },
 }
-"""The one table of keys that are not here, because: whose keys they would be, the name, the reason and remedy."""
+"""All unsupported keys: config -> key -> reason and remedy."""
 
 _HEADS = "heads that are trained for one target"
 
@@ -314,7 +310,7 @@ METHODS_NOT_HERE = {
     "pard": "a drafter that predicts a block in parallel",
     "extract_hidden_states": "a way to write training data",
 }
-"""Methods that are known by name and are not available in this version -> what they are."""
+"""Well-known methods that are not available in this version, with a description."""
 
 
 def method_not_here(name: str) -> str | None:
@@ -324,7 +320,7 @@ def method_not_here(name: str) -> str | None:
     'heads that are trained for one target'
     """
     plain = _squeezed(name)
-    if plain.endswith("mtp"):  # each family has a name of its own in vLLM: deepseek_mtp, qwen3_next_mtp, ...
+    if plain.endswith("mtp"):  # vLLM has one name per model family: deepseek_mtp, qwen3_next_mtp, ...
         return METHODS_NOT_HERE["mtp"]
     return next((what for known, what in METHODS_NOT_HERE.items() if _squeezed(known) == plain), None)
 

@@ -1,4 +1,4 @@
-"""Keywords of a configuration: the own name of each, the nearest for an unknown one, values in range."""
+"""Checks of configuration keywords: aliases, suggestions for unknown names, and ranges of values."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ P = ParamSpec("P")
 
 
 NEAR = 0.6
-"""Likeness from which on a name may be what was meant, from 0 to 1."""
+"""Smallest similarity, 0 to 1, at which a name is suggested."""
 MOST_LISTED, NUM_NEAREST = 12, 5
-"""Names that an error lists, and those that it lists of more."""
+"""Most names that an error lists completely, and number of nearest names that it lists otherwise."""
 PAGES = {"SamplingParams": "docs/sampling.md", "SpeculativeConfig": "docs/speculative_config.md", "LLM": "help(LLM)"}
-"""Places that list all keys of an owner."""
+"""Places that list all keys, by the name of the config."""
 
 
 def nearest(given: str, known: Iterable[str], most: int = 1, cutoff: float = NEAR) -> list[str]:
-    """The names that are most like a given one, whatever its capitals."""
+    """Return the known names most similar to a given one, ignoring case."""
     lowered = {name.lower(): name for name in known}
     return [lowered[name] for name in get_close_matches(given.lower(), lowered, n=most, cutoff=cutoff)]
 
 
 def did_you_mean(given: str, known: Iterable[str], page: str = "", *, shown: Callable[[str], str] = repr) -> str:
-    """The nearest name as a question, or both of two that are as near; where none is near, all that are known, or of
-    many the nearest.
+    """Suggest a name for an unknown one: the nearest, both of two equally near ones, or a list of known names.
 
     Args:
-      page: a place that lists them all.
+      given: the unknown name.
+      known: all known names.
+      page: a place that lists all of them.
+      shown: function that formats a suggested name.
     """
     names = list(known)
     if near := nearest(given, names, 2):
@@ -45,7 +47,7 @@ def did_you_mean(given: str, known: Iterable[str], page: str = "", *, shown: Cal
     if len(names) <= MOST_LISTED:
         return f"known are {', '.join(names)}."
     listed = ", ".join(nearest(given, names, NUM_NEAREST, 0.0))
-    return f"the nearest of {len(names)} known ones are {listed}{f'; {page} lists all' if page else ''}."
+    return f"the nearest of {len(names)} known names are {listed}{f'; {page} lists all' if page else ''}."
 
 
 def _likeness(name: str, given: str) -> float:
@@ -53,29 +55,30 @@ def _likeness(name: str, given: str) -> float:
 
 
 def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
-    """The error for a key that does not exist; it names the nearest one."""
+    """Return the error for an unknown key, with a suggestion."""
     return ConfigError(f"{owner} takes no {key!r}; {did_you_mean(key, sorted(known), PAGES.get(owner, ''))}")
 
 
 def _brief(value: Any) -> str:
-    """The repr of a plain value, the class of any other."""
+    """Return the repr of a plain value, or the class name of any other value."""
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def own_keys(
     owner: str, given: Mapping[str, Any], known: Iterable[str], spelled: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The given keys under their own names, with what aliases imply.
+    """Return the given keys under their own names, together with the keys that aliases imply.
 
-    Keys of other systems that ask for what happens anyway are left out.
+    A key of another system is left out if its value requests the behaviour that foredraft has anyway.
 
     Args:
-      owner: a name in the tables of `foredraft.config.foreign`, for aliases and for keys that are not here.
-      known: its own names.
-      spelled: returns the usual spelling of a name.
+      owner: name of the config in the tables of `foredraft.config.foreign`.
+      given: keys and values from the user.
+      known: names of the config's own keys.
+      spelled: function that returns the usual spelling of a name.
 
-    Raises: ConfigError for an unknown key, for one that is not here, with the reason, for a switch that is neither true
-      nor false, and for two spellings of one key with different values.
+    Raises: ConfigError for an unknown key, for a key that foredraft does not support (with the reason), for a switch
+      that is neither true nor false, and for two names of one key with different values.
     """
     names, other_names, not_here = frozenset(known), aliases(owner), NOT_HERE.get(owner, {})
     values: dict[str, Any] = {}
@@ -107,9 +110,9 @@ def own_keys(
 
 
 def takes_aliases(owner: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a method or a constructor: its keywords are those of `own_keys`.
+    """Return a decorator for a method or a constructor: its keywords may be aliases, as in `own_keys`.
 
-    Its signature stays as it is, for readers and type checkers.
+    The signature stays unchanged, for readers and type checkers.
     """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
@@ -129,9 +132,9 @@ def takes_aliases(owner: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def whole_number(value: Any) -> int:
-    """The number, of any type that holds whole ones.
+    """Return a value of any integer type as an int.
 
-    Raises: TypeError, for truth values too, which Python and torch count as 0 and 1.
+    Raises: TypeError for other types and for truth values, which Python and torch would count as 0 and 1.
     """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         raise TypeError(f"{value!r} is not a whole number")
@@ -139,26 +142,29 @@ def whole_number(value: Any) -> int:
 
 
 def ints_of(values: Iterable[Any]) -> list[int]:
-    """The numbers as `whole_number` returns them; plain integers are taken as they are.
+    """Return the values as ints, each checked by `whole_number`. A list of plain ints is returned as it is.
 
-    Raises: TypeError.
+    Raises: TypeError for a value that is not a whole number.
     """
     found = list(values)
     return found if {*map(type, found)} <= {int} else list(map(whole_number, found))
 
 
 _MOST_SHOWN = 200
-"""Characters of a value in an error."""
+"""Most characters of a value that an error shows."""
 
 
 def shown(value: Any, most: int = _MOST_SHOWN) -> str:
-    """The repr of a value for an error, cut where it is long."""
+    """Return the repr of a value for an error, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def has_items(value: Any) -> bool:
-    """Whether this is a list, an iterator, an array or the like; text, bytes and mappings are not. Takes no item."""
+    """Whether the value is a list, an iterator, an array or similar, without consuming an item.
+
+    Text, bytes and mappings do not count.
+    """
     if isinstance(value, (str, bytes, bytearray, Mapping)):
         return False
     try:
@@ -169,7 +175,7 @@ def has_items(value: Any) -> bool:
 
 
 def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
-    """The entries of a list or the like, none for None.
+    """Return the entries of a list or similar as a tuple; an empty tuple for None.
 
     Raises: ConfigError for a value without entries.
     """
@@ -181,7 +187,7 @@ def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
 
 
 def integer(owner: str, name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:
-    """The value as an int within the limits."""
+    """Return the value as an int within the limits, or raise ConfigError."""
     try:
         number = whole_number(value)
     except TypeError:
@@ -202,7 +208,7 @@ def real(
     above: bool = False,
     remedy: str = "",
 ) -> float:
-    """The value as a finite float within the limits; ``above`` excludes the lower one."""
+    """Return the value as a finite float within the limits, or raise ConfigError; ``above`` excludes ``low``."""
     try:
         if isinstance(value, (bool, str)):
             raise TypeError
@@ -221,11 +227,11 @@ def _and(remedy: str) -> str:
 
 
 def strings(owner: str, name: str, value: str | Iterable[Any] | None) -> tuple[str, ...]:
-    """One string or several as a tuple without empty ones."""
+    """Return one string or several as a tuple. Empty strings raise ConfigError."""
     given = (value,) if isinstance(value, str) else listed(owner, name, value)
     for string in given:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"{owner}.{name} holds {shown(string)}; every entry must be a non-empty string")
+            raise ConfigError(f"{owner}.{name} contains {shown(string)}; every entry must be a non-empty string")
         try:
             check_unicode(string, f"{owner}.{name}")
         except PromptError as error:
@@ -234,7 +240,7 @@ def strings(owner: str, name: str, value: str | Iterable[Any] | None) -> tuple[s
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raises: PromptError for text with half a surrogate pair or undecodable bytes in it, which no tokenizer takes."""
+    """Raise PromptError for text with half a surrogate pair or undecodable bytes, which no tokenizer accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -245,5 +251,5 @@ def check_unicode(text: str, name: str) -> None:
 
 
 def spelling(name: str) -> str:
-    """``--spec-draft-n-max`` -> ``spec_draft_n_max``."""
+    """Return the Python spelling of an option: ``--spec-draft-n-max`` -> ``spec_draft_n_max``."""
     return name.lstrip("-").replace("-", "_")

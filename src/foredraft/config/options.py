@@ -1,4 +1,4 @@
-"""Fields of a config that read their values: an `option` has a kind, a default and help. `Options` of a method."""
+"""Config fields that validate their values: `option` defines one with kind, default and help; `Options` of a method."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from foredraft.folders import check_place
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that a key takes.
+    """The type and range of a key's values.
 
     Args:
-      text: description for people: ``whole number, 1 or more``.
-      read: returns the normal form of a value, given the name of the config and that of the key.
-        Raises: ConfigError, naming both.
-      check: refuses values that are of no use on this machine, given the name of the key and a value in normal form.
-        Raises: ConfigError.
+      text: description for users, such as ``whole number, 1 or more``.
+      read: function that returns the normal form of a value, given the names of the config and the key and the value.
+        Raises: ConfigError, which names both.
+      check: function that refuses values that do not work on this machine, given the key's name and a value in normal
+        form. Raises: ConfigError.
     """
 
     text: str
@@ -33,20 +33,20 @@ class Kind:
 
 
 def whole(low: int, high: int | None = None, *, remedy: str = "") -> Kind:
-    """A whole number within the limits; errors end with the remedy."""
+    """Kind of whole numbers within the limits. The remedy ends every error message."""
     text = f"whole number, {low} or more" if high is None else f"whole number, {low} to {high}"
     return Kind(text, lambda owner, name, value: integer(owner, name, value, low, high, remedy))
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, remedy: str = "") -> Kind:
-    """A finite number within the limits; ``above`` excludes the lower one, and errors end with the remedy."""
+    """Kind of finite numbers within the limits. ``above`` excludes the lower limit; the remedy ends every message."""
     least = f"more than {low:g}" if above else f"{low:g} or more"
     text = f"number, {least}" if math.isinf(high) else f"number, {low:g} to {high:g}"
     return Kind(text, lambda owner, name, value: real(owner, name, value, low, high, above=above, remedy=remedy))
 
 
 def flag() -> Kind:
-    """True or False."""
+    """Kind of truth values."""
 
     def read(owner: str, name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -57,7 +57,7 @@ def flag() -> Kind:
 
 
 def path(is_read: bool = False) -> Kind:
-    """A path: of a file that is written, or with ``is_read`` of one that has to exist."""
+    """Kind of paths: the path of a file that is written or, with ``is_read``, of one that must exist."""
 
     def read(owner: str, name: str, value: Any) -> str:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
@@ -68,13 +68,13 @@ def path(is_read: bool = False) -> Kind:
         if not is_read:
             check_place(value)
         elif not os.path.exists(os.path.expanduser(value)):
-            raise ConfigError(f"{name} is {value!r}, where nothing is; check the path")
+            raise ConfigError(f"{name} is {value!r}, which does not exist; check the path")
 
     return Kind("path", read, check)
 
 
 def whole_numbers() -> Kind:
-    """A list of different whole numbers, as an ascending tuple."""
+    """Kind of lists of distinct whole numbers; the normal form is an ascending tuple."""
 
     def read(owner: str, name: str, value: Any) -> tuple[int, ...]:
         if not has_items(value):
@@ -85,7 +85,7 @@ def whole_numbers() -> Kind:
 
 
 def one_of(names: tuple[str, ...], aliases: Mapping[str, str] | None = None) -> Kind:
-    """A name, or an alias of one: ``aliases`` holds other words, and the name that each stands for."""
+    """Kind of names from a list. ``aliases`` maps other spellings to these names."""
     known = {**(aliases or {}), **{name: name for name in names}}
 
     def read(owner: str, name: str, value: Any) -> str:
@@ -98,24 +98,25 @@ def one_of(names: tuple[str, ...], aliases: Mapping[str, str] | None = None) -> 
 
 
 def anything(text: str) -> Kind:
-    """Any value; the code behind the key reads it."""
+    """Kind of any value; the code that uses the key checks it."""
     return Kind(text, lambda owner, name, value: value)
 
 
 def option(kind: Kind, default: Any = None, help: str = "") -> Any:
-    """A field of `Options`.
+    """Define a field of `Options`.
 
     Args:
-      default: None where nothing is set unless it is given; ``help`` then says what happens.
-      help: one line.
+      kind: type and range of its values.
+      default: default value. None means that the field stays unset; ``help`` then says what happens.
+      help: one line for users.
     """
     return dataclasses.field(default=default, metadata={"kind": kind, "help": help})
 
 
 def read_fields(owner: str, config: Any) -> dict[str, Any]:
-    """The values of the options of a config in normal form, without those that are None by default and stay so.
+    """Return the options of a config in normal form, without those that are None by default and still None.
 
-    Raises: ConfigError for a value that its kind does not take.
+    Raises: ConfigError for a value outside its kind.
     """
     values: dict[str, Any] = {}
     for name, key in keys_of(config.__class__).items():
@@ -127,7 +128,7 @@ def read_fields(owner: str, config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """One option, as it is shown to people."""
+    """Name, kind, default and help text of one option."""
 
     name: str
     kind: Kind
@@ -137,7 +138,7 @@ class Key:
 
 @cache
 def keys_of(config: type[Any]) -> dict[str, Key]:
-    """Every option of a config by its name."""
+    """Return every option of a config by its name."""
     return {
         item.name: Key(item.name, item.metadata["kind"], item.default, item.metadata["help"])
         for item in dataclasses.fields(config)
@@ -147,13 +148,13 @@ def keys_of(config: type[Any]) -> dict[str, Key]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keys of one way of drafting, each with a value, or None where nothing is set.
+    """The keys of one drafting method. A key without a value is None.
 
     Attributes:
-      method: the name of that way.
-      drafts_trees: whether its drafts are trees whatever its keys say.
+      method: name of the method.
+      drafts_trees: whether drafts are always trees, for any values of the keys.
 
-    Raises: ConfigError for a value that its kind does not take, and for values that do not go together.
+    Raises: ConfigError for a value outside its kind, and for values that contradict each other.
     """
 
     method: ClassVar[str]
@@ -165,25 +166,25 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Refuse values that do not go together."""
+        """Refuse values that contradict each other."""
 
     def check_paths(self) -> None:
-        """Raises: ConfigError for a path at which nothing can be read, or written, on this machine."""
+        """Raise ConfigError for a path that cannot be read or written on this machine."""
         for name, value in self.given().items():
             if (check := self.keys()[name].kind.check) is not None:
                 check(name, value)
 
     def given(self) -> dict[str, Any]:
-        """Every option that has a value: a mapping from which `read` makes the same options."""
+        """Return every option that has a value. `read` makes the same options from this mapping."""
         return {name: value for name in self.keys() if (value := getattr(self, name)) is not None}
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
-        """Every option by its name."""
+        """Return every option by its name."""
         config: Any = cls
         return keys_of(config)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Options from the keys that were given; a method whose defaults depend on these overrides it."""
+        """Make options from the given keys. A method overrides this if its defaults depend on other keys."""
         return cls(**given)

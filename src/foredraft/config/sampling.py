@@ -1,4 +1,4 @@
-"""Parameters of sampling: `SamplingParams`. Unknown keys are errors. For drafting, see `SpeculativeConfig`."""
+"""Sampling parameters: `SamplingParams`. Unknown keys raise errors. For drafting, see `SpeculativeConfig`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5
-"""Smallest temperature other than 0; below it, dividing float32 logits tells nothing that greedy does not."""
+"""Smallest temperature other than 0. In float32, sampling at a lower temperature is the same as greedy decoding."""
 
 MAX_DIGITS = 20
-"""Most digits of a token id that is text; Python makes no number of more than 4,300."""
+"""Most digits of a token id that is given as text. Python converts no more than 4,300 digits to a number."""
 
 MAX_NAMED = 10
-"""Token ids that an error names."""
+"""Most token ids that an error message lists."""
 
 
 class UnsetFloat(float):
-    """Default of a parameter that nobody has set, so that the default of a model goes before it.
+    """Default of a float parameter that the caller has not set, so that the model's own default can replace it.
 
-    It stays one through ``dataclasses.replace``, copies and pickles. A number of the same value that a caller gives is
-    a plain float.
+    The type survives ``dataclasses.replace``, copies and pickles. A number that a caller gives is a plain float, even
+    if its value equals the default.
     """
 
 
 class UnsetInt(int):
-    """The same for whole numbers."""
+    """Default of an integer parameter that the caller has not set; see `UnsetFloat`."""
 
 
 MODEL_DEFAULTS = {
@@ -44,7 +44,7 @@ MODEL_DEFAULTS = {
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
 }
-"""Keys of ``generation_config.json`` that are defaults of requests, as in vLLM, with the fields that they set."""
+"""Keys of ``generation_config.json`` that serve as request defaults, as in vLLM, and the fields that they set."""
 
 
 _LIMITS = (
@@ -54,7 +54,7 @@ _LIMITS = (
 
 
 class TokenIds(tuple[int, ...]):
-    """Token ids that have been checked, one by one: parameters that are made of others check them no more."""
+    """Token ids that have been checked one by one. Parameters that are built from other parameters skip the check."""
 
 
 _ONE_IS_OFF, _ZERO_IS_OFF, _NONE_IS_OFF = "1 turns it off", "0 turns it off", "None turns them off"
@@ -62,49 +62,50 @@ _ONE_IS_OFF, _ZERO_IS_OFF, _NONE_IS_OFF = "1 turns it off", "0 turns it off", "N
 
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
-    """Sampling parameters of one request: vLLM's names and defaults, HF's order of processors.
+    """Sampling parameters of one request, with vLLM's names and defaults and HF's order of processors.
 
-    Of ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` and ``max_tokens``, those that are not
-    set take the defaults of the model, if its ``generation_config.json`` has any; see `LLM`.
+    If ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` or ``max_tokens`` is not set, it takes
+    the default in the model's ``generation_config.json``, if there is one; see `LLM`.
 
     Args:
-      n: samples per prompt; sample i has the seed ``mix(seed, i)``.
-      temperature: 0 is greedy; otherwise logits are divided by it.
-      top_p: nucleus mass kept, in (0, 1]; 1 is off.
-      top_k: most likely tokens kept, ties included; 0 or -1 is off.
-      min_p: tokens below this fraction of the most likely one's probability are dropped; 0 is off.
-      typical_p: mass of locally typical tokens kept, in (0, 1]; 1 is off.
-      presence_penalty: subtracted once from tokens that the output holds; -2..2.
-      frequency_penalty: subtracted as often as the output holds the token; -2..2.
-      repetition_penalty: divides positive and multiplies negative logits of tokens seen so far,
-        prompt included; 1 is off.
-      no_repeat_ngram_size: n-grams of this size occur once in prompt and output; 0 is off.
+      n: number of samples per prompt. Sample i has the seed ``mix(seed, i)``.
+      temperature: divisor of the logits. 0 is greedy decoding.
+      top_p: nucleus mass that is kept, in (0, 1]. 1 turns it off.
+      top_k: number of most likely tokens that are kept, ties included. 0 or -1 turns it off.
+      min_p: smallest probability that is kept, as a fraction of the most likely token's probability. 0 turns it off.
+      typical_p: mass of locally typical tokens that is kept, in (0, 1]. 1 turns it off.
+      presence_penalty: number subtracted once from the logit of every token that the output contains, -2..2.
+      frequency_penalty: number subtracted for every occurrence of the token in the output, -2..2.
+      repetition_penalty: number that divides positive and multiplies negative logits of all tokens seen so far,
+        prompt included. 1 turns it off.
+      no_repeat_ngram_size: size of n-grams that may occur only once in prompt and output together. 0 turns it off.
       stop: string or strings that end the output.
-      stop_token_ids: tokens that end the output, beside EOS.
+      stop_token_ids: tokens that end the output, in addition to EOS.
       include_stop_str_in_output: keep the stop string in the text.
-      min_tokens: EOS and stop tokens are impossible before that many output tokens.
-      max_tokens: output budget, None for up to the context; 0 only reads the prompt, and takes
+      min_tokens: number of output tokens before which EOS and stop tokens are impossible.
+      max_tokens: most output tokens, or None for as many as the context allows. 0 only reads the prompt, and requires
         ``prompt_logprobs``. Alias: ``max_new_tokens``.
-      logit_bias: token id -> number added to its logit, -inf to ban it.
-      allowed_token_ids: tokens that may be chosen, None for all of them; EOS, too, only if it is among them.
-      bad_words: strings that may not occur; the front door resolves them with the tokenizer.
-      bad_words_ids: token sequences that may not occur.
-      seed: 0..2**64-1; None (or -1) draws one per request, which is reported.
-      logprobs: None, or how many most likely tokens are returned with every token, 0 for its own only.
-      logprob_token_ids: tokens whose log-probabilities are returned with every token, in the place of the most likely
-        ones.
-      prompt_logprobs: None, or how many most likely tokens are returned with every token of the prompt, 0 for its own
-        only; by the model alone, before any processor, since nothing of a prompt was sampled.
-      prediction: text or token ids that the output is expected to be like: drafted beside what the drafter proposes, so
-        that only the speed depends on it. The front door turns text into tokens.
-      structured_outputs: what the output must match, `StructuredOutputs` or a mapping of its fields.
-      ignore_eos: EOS does not end the output.
+      logit_bias: mapping from token id to a number that is added to its logit. -inf bans the token.
+      allowed_token_ids: the only tokens that may be chosen, None for all. EOS has to be listed as well.
+      bad_words: strings that must not occur. `LLM` turns them into ``bad_words_ids`` with the tokenizer.
+      bad_words_ids: token sequences that must not occur.
+      seed: 0..2**64-1. None (or -1) draws a seed per request, which the result reports.
+      logprobs: number of most likely tokens returned with every token, 0 for the chosen token only, None for none.
+      logprob_token_ids: tokens whose log-probabilities are returned with every token, instead of those of the most
+        likely tokens.
+      prompt_logprobs: number of most likely tokens returned with every prompt token, 0 for the prompt token only, None
+        for none. These log-probabilities are the model's own, before any processor, because prompt tokens are not
+        sampled.
+      prediction: text or token ids that the output is expected to resemble. Its tokens are drafted in addition to those
+        of the drafter, so it affects only the speed. `LLM` turns text into tokens.
+      structured_outputs: constraint of the output, as `StructuredOutputs` or a mapping of its fields.
+      ignore_eos: continue after EOS.
       skip_special_tokens: leave special tokens out of the text.
-      detokenize: produce text; stop strings need it.
-      logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as of transformers. They
-        must be functions of their arguments alone: drafts show them prefixes that may be rejected later.
-      num_speculative_tokens: longest draft for this request, 0 for plain decoding; None for as long as the
-        speculative config allows. Under "match" the tokens are the same whatever it is.
+      detokenize: produce text. Stop strings require it.
+      logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as in transformers. They must be
+        functions of their arguments alone, because verification calls them with prefixes that may be rejected later.
+      num_speculative_tokens: longest draft for this request, 0 for plain decoding, None for the limit of the
+        speculative config. Under "match" this number does not affect the tokens.
 
     Raises: ConfigError for an unknown field or a value out of range.
     """
@@ -175,7 +176,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from a mapping such as a JSON object; same names, same errors."""
+        """Build parameters from a mapping such as a JSON object, with the same names and errors as the constructor."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"sampling parameters are {type(values).__name__}; give a mapping of names to values")
         return cls(**{str(key): value for key, value in values.items()})
@@ -186,30 +187,30 @@ class SamplingParams:
 
     @property
     def max_new_tokens(self) -> int | None:
-        """transformers' name of ``max_tokens``."""
+        """``max_tokens`` under the name that transformers uses."""
         return self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """``stop``, always as a tuple."""
+        """``stop`` as a tuple."""
         return tuple(self.stop or ())
 
     def clone(self) -> SamplingParams:
-        """A copy, as vLLM's. Parameters cannot be changed, so a copy is needed by programs for both libraries alone."""
+        """Return a copy, as vLLM's method does. Parameters are immutable; only code written for vLLM needs this."""
         return copy.copy(self)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The fields by which tokens may become impossible, those that are set."""
+        """The fields that are set and can make tokens impossible, by name."""
         return {name: value for name in _LIMITS if (value := getattr(self, name)) not in (None, (), 0)}
 
     def filled(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with defaults in the place of those that nobody has set.
+        """Return these parameters with defaults for the fields that the caller has not set.
 
         Args:
-          defaults: by field, of `MODEL_DEFAULTS`.
+          defaults: values by field name, for fields in `MODEL_DEFAULTS`.
 
-        Raises: ConfigError where they contradict what was set.
+        Raises: ConfigError if a default contradicts a field that was set.
         """
         unset = {
             name: value for name, value in defaults.items() if isinstance(getattr(self, name), (UnsetFloat, UnsetInt))
@@ -217,7 +218,7 @@ class SamplingParams:
         return dataclasses.replace(self, **unset) if unset else self
 
     def explicit(self) -> SamplingParams:
-        """The same parameters as if all had been set: no default of a model goes before any."""
+        """Return the same parameters with every field marked as set, so that no default of a model replaces one."""
         plain = {name: getattr(self, name) for name in MODEL_DEFAULTS.values()}
         return self.filled(
             {
@@ -234,7 +235,7 @@ class SamplingParams:
     def _check_limits(self) -> None:
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise ConfigError(
-                f"SamplingParams.temperature is {self.temperature}, below {MIN_TEMPERATURE}; use 0 for greedy"
+                f"SamplingParams.temperature is {self.temperature}, below {MIN_TEMPERATURE}; use 0 for greedy decoding"
             )
         self._set("top_k", max(0, self.top_k))
         if self.seed == -1:
@@ -242,12 +243,12 @@ class SamplingParams:
         if self.max_tokens is None:
             return
         least = 1 if self.prompt_logprobs is None else 0
-        remedy = "None means up to the context, and prompt_logprobs alone need none"
+        remedy = "None allows as many as fit into the context, and 0 works only with prompt_logprobs"
         self._set("max_tokens", integer("SamplingParams", "max_tokens", self.max_tokens, least, remedy=remedy))
         if self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
-                "lower the first or raise the second"
+                "lower min_tokens or raise max_tokens"
             )
 
     def _listed(self, name: str) -> tuple[Any, ...]:
@@ -260,7 +261,7 @@ class SamplingParams:
         tokens = tuple(self._token("bad_words_ids", token) for token in words) if has_items(words) else ()
         if not tokens:
             raise ConfigError(
-                f"SamplingParams.bad_words_ids holds {words!r}; every entry must be a list of one token id or more"
+                f"SamplingParams.bad_words_ids contains {words!r}; every entry must be a list of at least one token id"
             )
         return tokens
 
@@ -290,7 +291,7 @@ class SamplingParams:
         for processor in processors:
             if not callable(processor):
                 raise ConfigError(
-                    f"SamplingParams.logits_processors holds {processor!r}; every entry must be callable as "
+                    f"SamplingParams.logits_processors contains {processor!r}; every entry must be callable as "
                     "processor(input_ids, scores)"
                 )
         self._set("logits_processors", processors)
@@ -300,10 +301,10 @@ SamplingParams.__init__ = takes_aliases("SamplingParams")(SamplingParams.__init_
 
 
 def check_named_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raises: ConfigError for a token outside of the vocabulary, and words that are not tokens yet."""
+    """Raise ConfigError for a token outside the vocabulary, and for ``bad_words`` that are not tokenized yet."""
     if params.bad_words and not params.bad_words_ids:
         raise ConfigError(
-            f"bad_words {params.bad_words} were not resolved to tokens; give bad_words_ids, or a tokenizer"
+            f"bad_words {params.bad_words} were not turned into tokens; give bad_words_ids, or a tokenizer"
         )
     named = {
         "logit_bias": [int(token) for token in params.logit_bias or ()],
@@ -317,6 +318,6 @@ def check_named_tokens(params: SamplingParams, vocab_size: int) -> None:
         if outside:
             more = f" and {len(outside) - MAX_NAMED} more" if len(outside) > MAX_NAMED else ""
             raise ConfigError(
-                f"{name} holds token ids {outside[:MAX_NAMED]}{more}, outside the vocabulary, 0..{vocab_size - 1}; "
+                f"{name} contains token ids {outside[:MAX_NAMED]}{more}, outside the vocabulary, 0..{vocab_size - 1}; "
                 "leave them out"
             )

@@ -1,4 +1,4 @@
-"""Configuration of drafting: `SpeculativeConfig`. Its keys are those of the methods; unknown keys are errors."""
+"""Configuration of drafting: `SpeculativeConfig`. Its keys are those of the methods. Unknown keys raise errors."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from foredraft.methods import Method, method_aliases, methods, recognized
 NAME = "SpeculativeConfig"
 
 LOADED = "(a loaded model)"
-"""Placeholder for the model of a config that must not refer to it."""
+"""Placeholder for the model, in a config that must not refer to a loaded model."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class SpeculativeConfig:
     """Configuration of drafting: a method, and the keys of that method.
 
-    Keys are vLLM's where vLLM has one; those of other systems are aliases. Every key of the method can be read as an
-    attribute; a key of another method reads as None. docs/speculative_config.md lists the keys of every method with
-    their ranges and defaults; so does ``foredraft info --keys --method NAME``.
+    Keys have vLLM's names where vLLM has such a key; names of other systems are aliases. Every key of the method is an
+    attribute; a key of another method reads as None. docs/speculative_config.md and ``foredraft info --keys --method
+    NAME`` list the keys of every method with their ranges and defaults.
 
     Args:
-      method: a name such as "ngram", or several as in "ngram+suffix". Left out, it follows from the other keys: a
-        folder with a head means the method of that head, any other model ``draft_model``, a key of one method that one,
-        no key at all ``auto``.
-      options: to start from, of the same method; other keys go before them.
-      keys: of the method, under their own names or an alias. A key that is left out, or None, takes its default.
+      method: name of a method such as "ngram", or several as in "ngram+suffix". If it is left out, the other keys
+        decide: a folder with a head selects that head's method, any other model selects ``draft_model``, a key that
+        only one method has selects that method, and no key at all selects ``auto``.
+      options: options of the same method to start from. The other keys override them.
+      keys: options of the method, under their own names or aliases. A key that is left out or None takes its default.
 
     Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
     """
@@ -53,7 +53,10 @@ class SpeculativeConfig:
         object.__setattr__(self, "options", chosen.options.read(given))
 
     def __getattr__(self, name: str) -> Any:
-        """A key of the method, which may fix it; None for a key of other methods. A copy in the making has none."""
+        """Return a key of the method, or None for a key of another method.
+
+        Raises: AttributeError for any other name, and for all names while a copy is being made and has no options yet.
+        """
         options = self.__dict__.get("options")
         if options is not None and name in vars(options):
             return getattr(options, name)
@@ -65,14 +68,14 @@ class SpeculativeConfig:
     def __repr__(self) -> str:
         values = self.as_dict()
         if values.get("model") is not None and not isinstance(values["model"], (str, os.PathLike)):
-            values["model"] = type(values["model"])  # a loaded model shows all of its layers
+            values["model"] = type(values["model"])  # the repr of a loaded model lists all of its layers
         return f"{NAME}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
-        """Read what a user gave: nothing, a mapping, JSON, ``@file`` with JSON, a method's name, or a config.
+        """Read a config from None, a mapping, JSON, ``@file`` with JSON, a method's name, or a config.
 
-        Raises: ConfigError when it is none of these, or not valid.
+        Raises: ConfigError if the value is none of these, or not valid.
         """
         if value is None:
             return cls(method="none")
@@ -96,7 +99,7 @@ class SpeculativeConfig:
 
     @property
     def is_governed(self) -> bool:
-        """Whether measured costs decide how much is drafted."""
+        """Whether measured costs decide the draft size."""
         return bool(getattr(self.options, "is_governed", False))
 
     @property
@@ -111,18 +114,18 @@ class SpeculativeConfig:
 
     @property
     def parts(self) -> tuple[SpeculativeConfig, ...]:
-        """The configs of the drafters that this one combines, else itself alone."""
+        """The configs of the drafters that this config combines; otherwise this config alone."""
         return tuple(self.drafters) if self.definition.combines else (self,)
 
     @property
     def title(self) -> str:
-        """The method as one would write it: ``ngram``, ``suffix+draft_model``."""
+        """The method as a user would write it: ``ngram``, ``suffix+draft_model``."""
         sign = self.definition.sign
         return sign.join(part.title for part in self.parts) if sign else self.method
 
     @property
     def drafters_title(self) -> str:
-        """The title, and for ``auto`` the drafters that it chooses from: ``auto (suffix, eagle3)``."""
+        """The title, with the drafters that ``auto`` chooses from: ``auto (suffix, eagle3)``."""
         if not self.definition.combines or self.definition.sign:
             return self.title
         return f"{self.title} ({', '.join(part.title for part in self.parts)})"
@@ -133,14 +136,17 @@ class SpeculativeConfig:
 
     @property
     def model_part(self) -> SpeculativeConfig | None:
-        """The config of the drafter that is a model: this one or the first such part."""
+        """The config whose drafter is a model: this config or the first such part; None if there is none."""
         if not self.definition.combines:
             is_self = self.definition.model_is_optional and self.model is None
             return self if self.definition.takes_model and not is_self else None
         return next((part.model_part for part in self.parts if part.model_part is not None), None)
 
     def without_model(self) -> SpeculativeConfig:
-        """The same config, without a reference to any loaded model; heads stay, and that there was a model may."""
+        """Return the same config without a reference to a loaded model.
+
+        Heads stay. For self-drafting methods a placeholder records that a model was given.
+        """
         keeps = self.definition.drafts_with_heads
         values = {name: value for name, value in self.as_dict().items() if keeps or name != "model"}
         if self.definition.model_is_optional and self.model is not None:
@@ -160,10 +166,10 @@ def _if(**values: Any) -> dict[str, Any]:
 
 
 def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The given keys under their own names, with what aliases imply.
+    """Return the given keys under their own names, with the keys that aliases imply.
 
-    Of the keys of `speculative_generate`, some have no effect: with ``use_egag``, ``gamma_max`` is the longest draft in
-    the place of ``gamma``; without it, ``gamma`` is the length of every draft.
+    Some keys of `speculative_generate` have no effect and are dropped. With ``use_egag``, ``gamma_max`` is the longest
+    draft and ``gamma`` is unused; without it, ``gamma`` is the length of every draft.
     """
     said = {spelling(key): value for key, value in keys.items()}
     unused: set[str] = set()
@@ -176,7 +182,7 @@ def _own_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | None]:
-    """The method, under its own name or inferred from the keys, and the parts that its name names."""
+    """Return the method, given by name or inferred from the keys, and the parts of a composed name (else None)."""
     if name is None:
         return _inferred(given), None
     if not isinstance(name, str):
@@ -187,12 +193,12 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
             f"method is {name!r}, which is a config; give it as speculative_config (--speculative-config)"
         )
     _check_available(spelled)
-    is_whole = spelled in methods() or spelled in method_aliases()  # "hydra++" has a sign in it
+    is_whole = spelled in methods() or spelled in method_aliases()  # the name "hydra++" contains a sign
     for method in methods().values():
         sign = method.sign
         if sign and sign in spelled and not is_whole:
             if given.get("drafters") is not None:
-                raise ConfigError(f"method {name!r} names its drafters, and drafters does too; give one")
+                raise ConfigError(f"method {name!r} names its drafters, and drafters is given as well; give only one")
             parts = _parted(spelled, sign)
             if not all(parts):
                 raise ConfigError(f"method {name!r} names nothing on one side of {sign!r}; write 'ngram{sign}suffix'")
@@ -208,24 +214,25 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
 
 
 def _parted(spelled: str, sign: str) -> list[str]:
-    """The names that a sign joins: "suffix+hydra++" -> suffix, hydra++, since that of a method may hold the sign."""
+    """Split a composed name at its sign: "suffix+hydra++" -> suffix, hydra++. A method's name may contain the sign."""
     for name in (*methods(), *method_aliases()):
         spelled = spelled.replace(name, name.replace(sign, "\0"))
     return [part.strip().replace("\0", sign) for part in spelled.split(sign)]
 
 
 def method_named(name: str) -> Method:
-    """The method of this name or alias.
+    """Return the method with this name or alias.
 
-    Raises: ConfigError, naming the nearest, for a name that is not known.
+    Raises: ConfigError for an unknown name; the message suggests the nearest one.
     """
     return _chosen(name, {})[0]
 
 
 def _inferred(given: Mapping[str, Any]) -> Method:
-    """The one method that a key belongs to, or the only one that has all of them; a folder may hold a head.
+    """Infer the method from the keys.
 
-    Without a key, or with nothing but a draft length, it is `auto`.
+    The result is the method of the head in the folder ``model``, else the owner of a key that only one method has, else
+    the only method that has all keys. Without a key, or with only a draft length, it is `auto`.
     """
     if given.keys() <= {"num_speculative_tokens"}:
         return methods()["auto"]
@@ -255,14 +262,14 @@ def _check_keys(method: Method, given: Iterable[str]) -> None:
         owners = [other.name for other in methods().values() if key in other.keys]
         remedy = "leave it out"
         if method.combines:
-            remedy += f", or give it to a part: drafters=[{{'method': {owners[0]!r}, {key!r}: ...}}, ...]"
+            remedy += f", or give it to one of the drafters: drafters=[{{'method': {owners[0]!r}, {key!r}: ...}}, ...]"
         raise ConfigError(
             f"key {key!r} has no meaning for method {method.name!r}, only for {', '.join(owners)}; {remedy}"
         )
 
 
 def _check_available(name: str) -> None:
-    """Refuse methods that people know and this version does not have."""
+    """Refuse well-known methods that this version does not have."""
     what = method_not_here(name)
     if what is not None and name not in methods():
         raise ConfigError(
@@ -276,4 +283,4 @@ def _shown(value: Any) -> str:
 
 
 SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
-"""A config, or what `SpeculativeConfig.parse` reads."""
+"""A config, or any value that `SpeculativeConfig.parse` reads."""

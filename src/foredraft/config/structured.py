@@ -1,4 +1,4 @@
-"""Constraints of outputs: `StructuredOutputs`."""
+"""Constraints on the output: `StructuredOutputs`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from foredraft.config.keywords import own_keys, strings
 from foredraft.errors import ConfigError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-"""Fields of which one says what the output must match."""
+"""Fields that define the constraint; exactly one of them is given."""
 
 MAX_CHARACTERS = 1 << 18
-"""Characters of a constraint, as text."""
+"""Most characters of a constraint, counted as text."""
 
 
 @dataclass(frozen=True, repr=False)
 class StructuredOutputs:
-    """Constraint of an output, in vLLM's names; exactly one of the first five is given.
+    """Constraint on an output, with vLLM's names. Exactly one of the first five fields is given.
 
     Args:
       json: a JSON schema, as a mapping or as text.
       regex: a regular expression that the whole output matches.
-      choice: texts, of which the output is one.
-      grammar: a context-free grammar, in Lark's form or as EBNF (GBNF).
+      choice: texts, one of which is the output.
+      grammar: a context-free grammar in Lark or EBNF (GBNF) notation.
       json_object: any JSON object.
-      disable_any_whitespace: JSON without spaces and line ends between its parts.
-      whitespace_pattern: a regular expression of the space between parts of JSON; by default one space, or
+      disable_any_whitespace: allow no spaces and line ends between parts of the JSON.
+      whitespace_pattern: a regular expression for the whitespace between parts of the JSON; by default one space, or
         a line end and at most 16 spaces or tabs.
 
-    Raises: ConfigError for none or several of the first five, or what is too long.
+    Raises: ConfigError if none or several of the first five are given, or if the constraint is too long.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -54,17 +54,17 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", strings("StructuredOutputs", "choice", self.choice))
             if not self.choice:
-                raise ConfigError("StructuredOutputs.choice is empty; give one text or more")
+                raise ConfigError("StructuredOutputs.choice is empty; give at least one text")
         for name in ("json", "regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be a text that is not empty")
+                raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be non-empty text")
         for name in ("json_object", "disable_any_whitespace"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
                 raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be True or False")
         if self.num_characters > MAX_CHARACTERS:
             raise ConfigError(
-                f"StructuredOutputs.{given[0]} has {self.num_characters} characters, and may have {MAX_CHARACTERS}; "
-                "make it smaller"
+                f"StructuredOutputs.{given[0]} has {self.num_characters} characters, more than the limit of "
+                f"{MAX_CHARACTERS}; make it smaller"
             )
 
     def __repr__(self) -> str:
@@ -72,16 +72,16 @@ class StructuredOutputs:
         return f"StructuredOutputs({', '.join(f'{name}={_shortened(value)}' for name, value in given.items())})"
 
     kind = ""
-    """The one field of `KINDS` that is given."""
+    """The field in `KINDS` that is given."""
 
     @property
     def num_characters(self) -> int:
-        """Characters of a constraint, as text."""
+        """Number of characters of the constraint, counted as text."""
         return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *(self.choice or ()))))
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputs:
-        """From a mapping, such as a JSON object; one that is made already stays as it is."""
+        """Build from a mapping such as a JSON object. An instance is returned unchanged."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):

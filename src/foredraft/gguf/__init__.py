@@ -1,13 +1,13 @@
-"""Models in GGUF files: read, dequantised and given to `transformers`, the same on every version of it."""
+"""Models in GGUF files: reading, dequantising and loading with `transformers`, the same on every version of it."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 NEEDED = ("gguf", "accelerate")
-"""Packages that reading weights needs besides foredraft's own dependencies."""
+"""Packages that reading weights needs, in addition to foredraft's own dependencies."""
 
 
 def missing_packages() -> list[str]:
-    """The packages of `NEEDED` that are not installed."""
+    """Return the packages in `NEEDED` that are not installed."""
     return [name for name in NEEDED if find_spec(name) is None]

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and the kinds of tensors that follow. Read without any package.
+"""The header of a GGUF file: metadata and descriptions of tensors. Reading it requires no package.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md), versions 2 and 3, little-endian.
 """
@@ -21,17 +21,18 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 _MOST_BYTES = 2**27
-"""Of a header: vocabularies take some ten MB, and lists of Python take many times the bytes that they are read from."""
+"""Most bytes of a header. Vocabularies take about 10 MB, and their Python lists several times the bytes of the file."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the file.
+    """Description of a tensor in the file.
 
     Args:
-      shape: outermost dimension first, as in torch.
-      type_id: of its elements or blocks, by number.
-      offset: from the beginning of the data.
+      name: name of the tensor.
+      shape: shape with the outermost dimension first, as in torch.
+      type_id: number of the type of its elements or blocks.
+      offset: byte offset relative to the beginning of the data.
     """
 
     name: str
@@ -46,12 +47,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """The front of a GGUF file.
+    """Header of a GGUF file.
 
     Args:
-      data_start: byte at which the tensors begin.
-      num_bytes: of the whole file.
-      alignment: of tensors, in bytes.
+      path: path of the file.
+      metadata: values by key.
+      tensors: descriptions of the tensors.
+      data_start: byte at which the tensor data begins.
+      num_bytes: size of the whole file.
+      alignment: alignment of tensors, in bytes.
     """
 
     path: Path
@@ -66,12 +70,12 @@ class Header:
         return str(self.metadata["general.architecture"])
 
     def of_architecture(self, key: str) -> Any:
-        """The value of ``<architecture>.<key>``, or None."""
+        """Return the value of ``<architecture>.<key>``, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
 def aligned(place: int, alignment: int) -> int:
-    """The first multiple of an alignment that is not before a byte.
+    """Return the smallest multiple of the alignment that is at least ``place``.
 
     Example:
         >>> aligned(33, 32), aligned(64, 32)
@@ -81,7 +85,7 @@ def aligned(place: int, alignment: int) -> int:
 
 
 def is_gguf(file: Path | str) -> bool:
-    """Whether a file begins like a GGUF file, whatever its name."""
+    """Whether a file begins like a GGUF file. Its name does not matter."""
     try:
         with open(file, "rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -90,9 +94,9 @@ def is_gguf(file: Path | str) -> bool:
 
 
 def read_header(file: Path | str) -> Header:
-    """Read and check the front of a file; the tensors themselves are not read.
+    """Read and check the header of a file, without its tensors.
 
-    Raises: CheckpointError for a file that is not GGUF, ends early, or is of a version or kind that is not read.
+    Raises: CheckpointError for a file that is not GGUF, is truncated, or has an unsupported version or type.
     """
     path = Path(file)
     try:
@@ -109,7 +113,7 @@ def read_header(file: Path | str) -> Header:
 
 
 class _Reader:
-    """Takes values off a stream in the order of the specification."""
+    """Reader of values from a stream, in the order of the specification."""
 
     def __init__(self, stream: BinaryIO, path: Path) -> None:
         self.stream, self.path = stream, path
@@ -120,14 +124,14 @@ class _Reader:
         if magic != MAGIC:
             raise CheckpointError(
                 f"{self.path} is not a GGUF file: it begins with {magic!r} instead of {MAGIC!r}; download it again, or "
-                "give the directory of a model that save_pretrained wrote"
+                "give the directory of a model saved with save_pretrained"
             )
         version = self.take("I")
         if version not in VERSIONS:
             kind = "is big-endian" if version >> 24 in VERSIONS else f"is of GGUF version {version}"
             raise CheckpointError(
-                f"{self.path} {kind}; only little-endian files of versions 2 and 3 are read. Convert it again with a "
-                "current llama.cpp"
+                f"{self.path} {kind}; only little-endian files of versions 2 and 3 are supported. Convert it again "
+                "with a current llama.cpp"
             )
         num_tensors, num_entries = self.take("Q"), self.take("Q")
         metadata = {}
@@ -155,7 +159,9 @@ class _Reader:
                 return list(self.many(_SCALARS[element], count))
             return [self.value(element) for _ in range(count)]
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self.path} holds a metadata value of the unknown kind {kind}; the file is damaged")
+            raise CheckpointError(
+                f"{self.path} contains a metadata value of the unknown type {kind}; the file is damaged"
+            )
         return self.take(_SCALARS[kind])
 
     def string(self) -> str:
@@ -176,7 +182,7 @@ class _Reader:
             )
         if num_bytes > _MOST_BYTES - position:
             raise CheckpointError(
-                f"{self.path} claims a header of more than {_MOST_BYTES >> 20} MiB: a length in it is damaged. "
+                f"{self.path} states a header of more than {_MOST_BYTES >> 20} MiB: a length in it is damaged. "
                 "Download or copy it again"
             )
         return self.stream.read(num_bytes)
@@ -186,7 +192,7 @@ def _check_kind(header: Header) -> None:
     num_parts = int(header.metadata.get("split.count", 1) or 1)
     if num_parts > 1:
         raise CheckpointError(
-            f"{header.path} is one of {num_parts} parts of a model, and parts are not read; join them with "
+            f"{header.path} is one of {num_parts} parts of a model, and parts are not supported; join them with "
             "llama-gguf-split --merge FIRST_PART WHOLE.gguf"
         )
     if "general.architecture" not in header.metadata:

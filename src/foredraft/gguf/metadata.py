@@ -1,5 +1,5 @@
-"""Checks of the metadata of a GGUF file: every entry that a model or a tokenizer is built from is of its kind, within
-its range, and there where its absence would be filled up with another value."""
+"""Checks of the metadata of a GGUF file. Every entry that a model or a tokenizer needs must have the right type and
+range, and must be present if a reader would otherwise assume another value."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from foredraft.errors import CheckpointError
 from foredraft.gguf.header import Header
 
 _NOWHERE = 2**32 - 1
-"""Written by llama.cpp for a token that there is not."""
+"""Token id that llama.cpp writes for a token that does not exist."""
 _ENDS = ("eos", "eot", "eom")
-_SPECIAL = (*_ENDS, "bos", "unknown", "padding", "seperator", "cls", "mask")  # one is spelt so in the specification
+_SPECIAL = (*_ENDS, "bos", "unknown", "padding", "seperator", "cls", "mask")  # the specification spells it so
 _MAY_BE_NOWHERE = frozenset(_SPECIAL) - {*_ENDS, "bos"}
 _FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces")
-_KINDS = range(7)  # of tokens: undefined, normal, unknown, control, user defined, unused, byte
+_KINDS = range(7)  # token types: undefined, normal, unknown, control, user defined, unused, byte
 
 
 def check_metadata(header: Header) -> None:
-    """Raises: CheckpointError for the first entry that is missing, of another kind, or out of range."""
+    """Raise CheckpointError for the first entry that is missing, of a wrong type, or out of range."""
     name = header.architecture
     if any(".attn_" in tensor.name for tensor in header.tensors):
         for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
@@ -41,7 +41,7 @@ def check_metadata(header: Header) -> None:
 
 
 def _check_vocabulary(header: Header) -> None:
-    """Check the number of tokens, and those that end texts: also where another tokenizer is given."""
+    """Check the number of tokens, and the tokens that end text. Both matter even with another tokenizer."""
     found = header.metadata.get("tokenizer.ggml.tokens")
     num_tokens = len(found) if isinstance(found, list) else 0
     rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == "token_embd.weight"), 0)
@@ -53,19 +53,19 @@ def _check_vocabulary(header: Header) -> None:
 
 
 def check_tokenizer(header: Header) -> None:
-    """Check what a tokenizer is built from.
+    """Check the entries that a tokenizer is built from.
 
-    Raises: CheckpointError, as `check_metadata`.
+    Raises: the errors of `check_metadata`.
     """
     name = "tokenizer.ggml"
     tokens: Sequence[Any] = header.metadata["tokenizer.ggml.tokens"]
     odd = next((token for token in tokens if not isinstance(token, str)), None)
     if odd is not None:
-        raise _damaged(header, f"{name}.tokens", f"holds {odd!r}", "tokens are text")
+        raise _damaged(header, f"{name}.tokens", f"contains {odd!r}", "tokens are text")
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
         twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
-        raise _damaged(header, f"{name}.tokens", f"holds {twice!r} twice", "each token has one id")
+        raise _damaged(header, f"{name}.tokens", f"contains {twice!r} twice", "each token has one id")
     _check(
         header, f"{name}.token_type", _is_list_of(len(tokens), _is_kind), f"{len(tokens)} kinds of tokens, from 0 to 6"
     )
@@ -79,7 +79,7 @@ def check_tokenizer(header: Header) -> None:
 
 
 def check_merges(header: Header, merges: Sequence[tuple[str, str]], tokens: Sequence[str]) -> None:
-    """Check that merges join tokens into tokens; the BPE of tokenizers panics where one is longer than any token.
+    """Check that merges join tokens into tokens. The BPE of tokenizers panics if a merge is longer than any token.
 
     Raises: CheckpointError.
     """
@@ -96,16 +96,16 @@ def check_merges(header: Header, merges: Sequence[tuple[str, str]], tokens: Sequ
 
 
 def _need(header: Header, *keys: str) -> None:
-    """Check that one of several entries is there."""
+    """Check that at least one of the entries is present."""
     if not any(key in header.metadata for key in keys):
         raise CheckpointError(
-            f"{header.path} lacks {' and '.join(keys)} in its metadata, and another value would be taken in its place: "
-            "it is damaged or incomplete; download or convert the model again"
+            f"{header.path} has no {' or '.join(keys)} in its metadata, and another value would be assumed: it is "
+            "damaged or incomplete; download or convert the model again"
         )
 
 
 def _check(header: Header, key: str, is_right: Callable[[Any], bool], wanted: str) -> None:
-    """Check an entry, where it is there."""
+    """Check the value of an entry, if it is present."""
     value = header.metadata.get(key)
     if value is not None and not is_right(value):
         raise _damaged(header, key, f"is {_short(value)}", f"it should be {wanted}")
@@ -113,7 +113,7 @@ def _check(header: Header, key: str, is_right: Callable[[Any], bool], wanted: st
 
 def _damaged(header: Header, key: str, found: str, wanted: str) -> CheckpointError:
     return CheckpointError(
-        f"{header.path} is damaged in its metadata: {key} {found}, and {wanted}; download or convert the model again"
+        f"{header.path} is damaged in its metadata: {key} {found}, but {wanted}; download or convert the model again"
     )
 
 

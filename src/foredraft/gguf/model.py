@@ -1,7 +1,7 @@
-"""From a GGUF file to a model of `transformers`, every weight dequantised, or to a refusal that says why.
+"""Loading of a GGUF file as a model of `transformers` with dequantised weights.
 
-`transformers` reads the weights; what it passes over in silence (scaled rotary positions, tensors it has no place for)
-is added here or refused.
+`transformers` reads the weights. It silently ignores some contents of a file: scaled rotary positions, and tensors that
+its model class does not have. This module adds them or refuses the file with the reason.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from foredraft.gguf.metadata import check_metadata
 
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # type ids of tensors that are not in blocks
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # type ids of tensors without quantised blocks
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def stored_dtype(header: Header) -> torch.dtype:
-    """The dtype that most weights count as: their own, or bfloat16 where they are quantised."""
+    """Return the dtype of most weights. Quantised weights count as bfloat16."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in header.tensors:
         sizes[_PLAIN.get(tensor.type_id, torch.bfloat16)] += tensor.num_elements
@@ -40,22 +40,22 @@ def stored_dtype(header: Header) -> torch.dtype:
 
 
 def type_name(tensor: TensorInfo) -> str:
-    """Name in llama.cpp of the type of a tensor that `check_readable` has passed."""
+    """Return llama.cpp's name of a tensor's type. The tensor must have passed `check_readable`."""
     import gguf
 
     return gguf.GGMLQuantizationType(tensor.type_id).name
 
 
 def is_quantised(tensor: TensorInfo) -> bool:
-    """Whether its weights are in blocks."""
+    """Whether the weights of a tensor are stored in quantised blocks."""
     return tensor.type_id not in _PLAIN
 
 
 def check_readable(header: Header) -> None:
-    """Check all that can be known without reading weights.
+    """Check everything that can be checked without reading weights.
 
-    Raises: ConfigError when packages are missing, CheckpointError for a file that ends early, UnsupportedModelError
-      for types of tensors that cannot be dequantised.
+    Raises: ConfigError for missing packages, CheckpointError for a damaged or truncated file, UnsupportedModelError for
+      tensor types that cannot be dequantised.
     """
     missing = missing_packages()
     if missing:
@@ -67,7 +67,7 @@ def check_readable(header: Header) -> None:
     if unknown:
         kind, names = next(iter(unknown.items()))
         raise UnsupportedModelError(
-            f"{header.path} holds tensors of type {kind} ({names[0]}, {len(names)} in all), which gguf "
+            f"{header.path} contains tensors of type {kind} ({names[0]}, {len(names)} in all), which gguf "
             f"{version('gguf')} cannot dequantise; convert the model to another type, such as Q8_0 or F16"
         )
     check_metadata(header)
@@ -76,15 +76,15 @@ def check_readable(header: Header) -> None:
     end = max((_end(tensor) for tensor in header.tensors), default=0) + header.data_start
     if end > header.num_bytes:
         raise CheckpointError(
-            f"{header.path} ends after {header.num_bytes} bytes, and its tensors need {end}: it is truncated. Download "
+            f"{header.path} ends after {header.num_bytes} bytes, but its tensors need {end}: it is truncated. Download "
             "or copy it again"
         )
 
 
 def config_of(header: Header) -> Any:
-    """The configuration of the model, which takes seconds to read: the vocabulary comes with it.
+    """Load the configuration of the model. This takes seconds, because the vocabulary is read as well.
 
-    Raises: CheckpointError, UnsupportedModelError, and what `transformers` raises for what it cannot read.
+    Raises: CheckpointError, UnsupportedModelError, and exceptions of `transformers` for a file that it cannot read.
     """
     config = AutoConfig.from_pretrained(header.path.parent, **_where(header))
     _check_base(config, header)
@@ -97,12 +97,14 @@ def _where(header: Header) -> dict[str, Any]:
 
 
 def load(header: Header, dtype: torch.dtype, config: Any = None) -> Any:
-    """The model, in this dtype and in evaluation mode. Call `check_readable` before.
+    """Load the model in this dtype and in evaluation mode. Call `check_readable` first.
 
     Args:
-      config: of `config_of`, where that has been read already.
+      header: header of the file.
+      dtype: dtype of the weights.
+      config: result of `config_of`, if it was called before.
 
-    Raises: CheckpointError, UnsupportedModelError, and what `transformers` raises for what it cannot read.
+    Raises: CheckpointError, UnsupportedModelError, and exceptions of `transformers` for a file that it cannot read.
     """
     config, where = config_of(header) if config is None else config, _where(header)
     _check_sizes(config, header)
@@ -118,17 +120,17 @@ def load(header: Header, dtype: torch.dtype, config: Any = None) -> Any:
 
 
 def end_token_ids(header: Header) -> list[int]:
-    """Every token that ends a text, a turn or a message."""
+    """Return every token that ends a text, a turn or a message."""
     keys = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
     return list(dict.fromkeys(int(header.metadata[key]) for key in keys if key in header.metadata))
 
 
 @contextmanager
 def _obedient_progress_bar() -> Iterator[None]:
-    """Let the bar of the GGUF reader of `transformers` be hidden like all its others."""
+    """Make the progress bar of transformers' GGUF reader follow transformers' own setting for progress bars."""
     try:
         from transformers import modeling_gguf_pytorch_utils as reader
-    except ImportError:  # a version that reads GGUF elsewhere
+    except ImportError:  # a version with another GGUF reader
         yield
         return
     theirs = reader.tqdm
@@ -140,14 +142,14 @@ def _obedient_progress_bar() -> Iterator[None]:
 
 
 def _unpacked() -> dict[str, Any]:
-    """Arguments that make `transformers` dequantise: newer versions may keep the blocks, older ones cannot."""
+    """Return arguments that make `transformers` dequantise. New versions may keep the blocks; old ones cannot."""
     if not hasattr(transformers, "GgufConfig"):
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _not_dequantised(header: Header) -> dict[str, list[str]]:
-    """Names of tensors by type, for types that the installed gguf has no way to unpack."""
+    """Return the names of tensors whose type the installed gguf package cannot dequantise, by type."""
     import gguf
     import numpy as np
 
@@ -170,18 +172,18 @@ def _not_dequantised(header: Header) -> dict[str, list[str]]:
 
 
 def _check_places(header: Header) -> None:
-    """Raises: CheckpointError for rows that are no whole blocks, and for tensors that lie over one another or apart."""
+    """Raise CheckpointError for rows that are not whole blocks, and for tensors that overlap or leave gaps."""
     import gguf
 
     before = None
     for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
         elements = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)][0]
         if tensor.shape and tensor.shape[-1] % elements:
-            wrong = f"{tensor.name} has rows of {tensor.shape[-1]}, and {type_name(tensor)} has blocks of {elements}"
+            wrong = f"{tensor.name} has rows of {tensor.shape[-1]}, but {type_name(tensor)} has blocks of {elements}"
         elif before is not None and _end(before) > tensor.offset and tensor.num_elements:
-            wrong = f"{before.name} reaches into {tensor.name}"
+            wrong = f"{before.name} overlaps {tensor.name}"
         elif before is not None and aligned(_end(before), header.alignment) < tensor.offset:  # llama.cpp refuses it too
-            wrong = f"{before.name} ends at {_end(before)}, and {tensor.name} begins at {tensor.offset}"
+            wrong = f"{before.name} ends at {_end(before)}, but {tensor.name} begins at {tensor.offset}"
         else:
             before = tensor
             continue
@@ -189,58 +191,58 @@ def _check_places(header: Header) -> None:
 
 
 def _check_blocks(header: Header) -> None:
-    """Raises: CheckpointError for more layers than there are tensors of: modules would be made of each first."""
+    """Raise CheckpointError for more layers than have tensors. The loader would first create modules for all layers."""
     stated = header.of_architecture("block_count")
     held = {found[1] for tensor in header.tensors if (found := _BLOCK.match(tensor.name))}
     if isinstance(stated, int) and stated > len(held):
         raise CheckpointError(
-            f"{header.path} states {stated} layers ({header.architecture}.block_count) and holds tensors of "
+            f"{header.path} states {stated} layers ({header.architecture}.block_count), but contains tensors of "
             f"{len(held)}: it is damaged in its header; download or copy it again"
         )
 
 
 def _end(tensor: TensorInfo) -> int:
-    """The byte after a tensor, from the beginning of the data."""
+    """Return the offset of the first byte after a tensor, relative to the beginning of the data."""
     import gguf
 
     elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
     return tensor.offset + tensor.num_elements // elements * num_bytes
 
 
-# -- what transformers passes over -------------------------------------------------------------------------------
+# -- contents that transformers ignores ---------------------------------------------------------------------------
 
 
 _DEFAULT_BASE = 10000.0
-"""Base of rotary positions where a GGUF file states none."""
+"""Base of rotary positions if a GGUF file states none."""
 
 
 def _check_base(config: Any, header: Header) -> None:
-    """Raises: CheckpointError where the base of rotary positions is left out and `transformers` takes another."""
+    """Raise CheckpointError if the file omits the base of rotary positions and `transformers` assumes another."""
     ropes = [config.rope_parameters or {}] if getattr(config, "rope_parameters", None) else []
     ropes += [rope for rope in (ropes[0].values() if ropes else ()) if isinstance(rope, dict)]
     bases = {float(rope["rope_theta"]) for rope in ropes if "rope_theta" in rope}
     if header.of_architecture("rope.freq_base") is None and not bases <= {_DEFAULT_BASE}:
         raise CheckpointError(
-            f"{header.path} lacks {header.architecture}.rope.freq_base in its metadata, which means {_DEFAULT_BASE}, "
-            f"and transformers {transformers.__version__} takes {max(bases)}: texts would be wrong. Convert the model "
-            "again, or load the original one"
+            f"{header.path} has no {header.architecture}.rope.freq_base in its metadata, which means {_DEFAULT_BASE}, "
+            f"but transformers {transformers.__version__} uses {max(bases)}: the output would be wrong. Convert the "
+            "model again, or load the original one"
         )
 
 
 def _scale_positions(config: Any, header: Header) -> None:
     """Put the scaling of rotary positions that the file states into the config.
 
-    Llama 3.1 and later write it as a factor per frequency (``rope_freqs.weight``), from which the config's own numbers
-    are found again.
+    Files of Llama 3.1 and later store one factor per frequency (``rope_freqs.weight``). The config's parameters are
+    recovered from these factors.
     """
     kind = header.of_architecture("rope.scaling.type")
     scales = [header.of_architecture(key) for key in ("rope.scaling.factor", "rope.scale_linear")]
-    if kind is None and any(scale not in (None, 0.0, 1.0) for scale in scales):  # llama.cpp takes it for linear
+    if kind is None and any(scale not in (None, 0.0, 1.0) for scale in scales):  # llama.cpp treats it as linear
         kind = "linear"
     if kind not in (None, "none") and (config.rope_parameters or {}).get("rope_type", "default") == "default":
         raise UnsupportedModelError(
             f"{header.path} scales its rotary positions ({kind}), which transformers {transformers.__version__} does "
-            "not read from GGUF: texts would be wrong. Load the original model"
+            "not read from GGUF: the output would be wrong. Load the original model"
         )
     factors = _rope_factors(header)
     if factors is None or all(abs(factor - 1) < 1e-6 for factor in factors):
@@ -265,7 +267,7 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> list[float]:
-    """Llama 3.1's divisors of rotary frequencies: 1 for short waves, ``factor`` for long ones, smooth between.
+    """Return Llama 3.1's divisors of rotary frequencies: 1 for short waves, ``factor`` for long ones, smooth between.
 
     Example:
         >>> rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -292,30 +294,30 @@ def _rope_factors(header: Header) -> list[float] | None:
 
 
 def _check_sizes(config: Any, header: Header) -> None:
-    """Raises: CheckpointError for a model of more weights than the file holds: memory would be taken for all first."""
+    """Raise CheckpointError if the model has more weights than the file, before memory for all is allocated."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     wanted = sum(weight.numel() for weight in model.parameters())
     held = sum(tensor.num_elements for tensor in header.tensors)
     if wanted > held:
         raise CheckpointError(
-            f"{header.path} holds {held} weights, and a model of the sizes that it states has {wanted}: it is damaged "
+            f"{header.path} contains {held} weights, but a model with the stated sizes has {wanted}: it is damaged "
             "in its header, or lacks tensors; download or convert the model again"
         )
 
 
 def _check_complete(model: Any, missing: list[str], header: Header) -> None:
-    """Every weight of the model comes from the file, and every tensor of the file is in the model."""
+    """Check that every weight of the model is from the file, and that the model has every tensor of the file."""
     if missing:
         raise CheckpointError(
             f"{header.path} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
-            "would start out random; download or convert the model again"
+            "would have random values; download or convert the model again"
         )
     stored = sum(tensor.num_elements for tensor in header.tensors if tensor.name != _ROPE_FREQS)
     used = sum(weight.numel() for weight in model.parameters())
     if stored > used:
         raise UnsupportedModelError(
-            f"{header.path} holds {stored} weights, and {type(model).__name__} of transformers "
-            f"{transformers.__version__} has a place for {used} of them (biases, perhaps, or a second head): its texts "
+            f"{header.path} contains {stored} weights, but {type(model).__name__} of transformers "
+            f"{transformers.__version__} has only {used} (without biases, perhaps, or a second head): its output "
             "would be wrong. Load the original model"
         )

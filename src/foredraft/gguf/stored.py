@@ -1,7 +1,7 @@
-"""Which blocks of a GGUF file are the weights of which linear layers: found by their values.
+"""Assignment of the quantised blocks in a GGUF file to the linear layers of a model, by comparing values.
 
-What readers do with names and rows (llama.cpp stores queries and keys with the rows of a head in another order) is
-followed so without being known here, and a weight that is not the file's to the bit stays dequantised.
+Readers rename tensors and reorder rows (llama.cpp stores the rows of query and key heads in another order). Comparing
+values follows these changes without knowing them. A weight that differs from the file in any bit stays dequantised.
 
 Source: block layouts of ggml (ggml-org/ggml, ggml-common.h), as gguf dequantises them.
 """
@@ -25,21 +25,22 @@ from foredraft.native import memory
 from foredraft.native.codes import Codes, StoredCodes, pieces
 
 SUPER = 256
-"""Weights of a block with scales of its own for its parts."""
+"""Weights of a superblock, which is divided into parts with scales of their own."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Parts of blocks (n, bytes): numbers uint8 (n, weights), and scales and zeros (n, groups)."""
+"""Contents of n blocks: codes uint8 (n, weights), scales and zeros (n, groups)."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of blocks.
+    """Layout of a type of quantised blocks.
 
     Args:
+      name: name in llama.cpp.
       size, num_bytes: weights and bytes of a block.
-      bits, group: of `Codes`.
-      unpack: blocks uint8 (n, num_bytes) into their parts.
-      halves: what scales and zeros of a whole block are multiples of; they are kept so.
+      bits, group: parameters of `Codes`.
+      unpack: function that converts blocks, uint8 (n, num_bytes), into their contents.
+      halves: function that returns the half-precision factors of each block's scales and zeros, which `Codes` keeps.
     """
 
     name: str
@@ -51,7 +52,7 @@ class BlockType:
     halves: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def codes(self, blocks: torch.Tensor, outputs: int) -> Codes:
-        """Codes of the blocks of so many outputs."""
+        """Return the codes in blocks that contain ``outputs`` rows."""
         halves = (None, None) if self.halves is None else self.halves(blocks)
         numbers, scales, *others = (
             None if each is None else each.reshape(outputs, -1) for each in (*self.unpack(blocks), *halves)
@@ -63,8 +64,7 @@ class BlockType:
 
 
 def stored_codes(header: Header, tensor: TensorInfo) -> StoredCodes | None:
-    """The weight in a tensor, still to be read; None where it is no matrix, or of a type that is not multiplied as it
-    lies."""
+    """Return the codes of a tensor, which are read later; None if it is not a matrix or its type has no kernel."""
     kind = TYPES.get(tensor.type_id)
     if kind is None or len(tensor.shape) != 2 or tensor.shape[1] % kind.size or not tensor.num_elements:
         return None
@@ -80,23 +80,23 @@ def stored_codes(header: Header, tensor: TensorInfo) -> StoredCodes | None:
 
 
 def _halves(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    """The number in half precision at a byte of every block: (n, 1)."""
+    """Return the half-precision number at byte ``first`` of every block: (n, 1)."""
     return blocks[:, first : first + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(blocks: torch.Tensor) -> torch.Tensor:
-    """The lower halves of all bytes, then the upper ones."""
+    """Return the low nibbles of all bytes, then the high nibbles."""
     return torch.cat([blocks & 15, blocks >> 4], -1)
 
 
 def _bits(blocks: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """(n, k, bytes) -> (n, k, count, bytes): numbers of so many bits in every byte, the lowest first."""
+    """Split bytes into ``count`` numbers of ``width`` bits, lowest first: (n, k, bytes) -> (n, k, count, bytes)."""
     shifts = torch.arange(count, dtype=torch.uint8)[:, None] * width
     return blocks[..., None, :] >> shifts & (1 << width) - 1
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
-    return blocks[:, 2:] ^ 128, _halves(blocks, 0), None  # of two's complement, 128 more
+    return blocks[:, 2:] ^ 128, _halves(blocks, 0), None  # int8 to uint8 with the zero at 128
 
 
 def _q4_0(blocks: torch.Tensor) -> Parts:
@@ -108,7 +108,7 @@ def _q4_1(blocks: torch.Tensor) -> Parts:
 
 
 def _fifth_bits(blocks: torch.Tensor) -> torch.Tensor:
-    """The bits of four bytes, the lowest first, as 16."""
+    """Return the bits of four bytes, lowest first, each with the value 16."""
     return (blocks[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) << 4
 
 
@@ -123,7 +123,7 @@ def _q5_1(blocks: torch.Tensor) -> Parts:
 
 
 def _scales_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zeros of eight parts, 6 bits each: two factors, then 12 bytes."""
+    """Return scales and zeros of eight parts with 6 bits each, stored as two factors and 12 bytes."""
     lower, middle, upper = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([lower & 63, upper & 15 | lower >> 2 & 48], 1)
     zeros = torch.cat([middle & 63, upper >> 4 | middle >> 2 & 48], 1)
@@ -131,7 +131,7 @@ def _scales_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _halves_of_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Halves that scales and zeros of parts are multiples of."""
+    """Return the half-precision factors of the scales and zeros of parts."""
     return _halves(blocks, 0), -_halves(blocks, 2)
 
 
@@ -166,7 +166,7 @@ TYPES = {
     13: BlockType("Q5_K", SUPER, 176, 8, 32, _q5_k, _halves_of_parts),
     14: BlockType("Q6_K", SUPER, 210, 8, 16, _q6_k, _half_at_the_end),
 }
-"""Types that are multiplied as they lie, by number. Codes of 5 and 6 bits take bytes in memory."""
+"""Block types with kernels, by type number. Codes of 5 and 6 bits take one byte each in memory."""
 
 
 _INPUT = "token_embd.weight"
@@ -174,14 +174,15 @@ _INPUT = "token_embd.weight"
 
 @torch.inference_mode()
 def multiply_as_stored(model: PreTrainedModel, header: Header, dtype: torch.dtype) -> str:
-    """Let the linear layers of a model multiply by the blocks of the file that it was read from.
+    """Make the linear layers of a model multiply by the quantised blocks of the file that it was loaded from.
 
     Args:
-      model: that nobody else holds, with its dequantised weights, in any dtype.
-      dtype: of everything else.
+      model: model with dequantised weights in any dtype, which no other code uses.
+      header: header of the file.
+      dtype: dtype of all other weights.
 
-    Returns: the types that are multiplied as they lie, and those that are not, for people.
-    Raises: ConfigError for a file without any that are.
+    Returns: a readable list of the types that stay quantised and of those that are dequantised.
+    Raises: ConfigError if no matrix in the file has a type with a kernel.
     """
     weights = _Weights(model)
     found: dict[nn.Module, StoredCodes] = {}
@@ -191,13 +192,13 @@ def multiply_as_stored(model: PreTrainedModel, header: Header, dtype: torch.dtyp
         if match is not None:
             layer, found[layer] = match
             taken[type_name(tensor)] += 1
-        elif is_quantised(tensor) and tensor.name != _INPUT:  # rows are looked up in it
+        elif is_quantised(tensor) and tensor.name != _INPUT:  # the input embedding is looked up, not multiplied
             left[type_name(tensor)] += 1
     if not found:
         kinds = ", ".join(sorted({type_name(tensor) for tensor in header.tensors}))
         raise ConfigError(
-            f"weights is 'stored', and {header.path} holds no matrix that is multiplied as it lies (it holds {kinds}; "
-            f"these are {', '.join(kind.name for kind in TYPES.values())}); leave weights out, or take "
+            f"weights is 'stored', but {header.path} contains no matrix of a supported type (it contains {kinds}; "
+            f"supported are {', '.join(kind.name for kind in TYPES.values())}); leave weights out, or use "
             "quantization='int8'"
         )
     take_codes(model, found, dtype=dtype)
@@ -206,7 +207,7 @@ def multiply_as_stored(model: PreTrainedModel, header: Header, dtype: torch.dtyp
 
 
 class _Weights:
-    """Linear layers by what their weights hold. Pages of a file that weights are mapped from are given back as read."""
+    """Index of linear layers by the values of their weights. Memory-mapped pages are released after they were read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers: dict[tuple[torch.Size, int], list[tuple[nn.Module, torch.Tensor]]] = {}
@@ -218,7 +219,7 @@ class _Weights:
         self._dtype = model.dtype
 
     def match(self, header: Header, tensor: TensorInfo) -> tuple[nn.Module, StoredCodes] | None:
-        """Take out the layer with the weight of a tensor."""
+        """Remove and return the layer whose weight equals the tensor, with its codes; None if there is none."""
         codes = stored_codes(header, tensor) if tensor.shape in self._shapes else None
         if codes is None:
             return None
@@ -233,13 +234,13 @@ class _Weights:
             order = None if torch.equal(sums, wanted) else _order(sums, wanted)
             is_told = order is None or len(torch.unique(sums)) == len(torch.unique(torch.cat(of_exact)))
             if not is_told or not self._holds(dense_weight(layer), codes, order):
-                continue  # in rows that look alike in another dtype there may be others
+                continue  # rows that are equal in this dtype may differ in the file
             alike.remove((layer, wanted))
             return layer, codes if order is None else _reordered(codes, order)
         return None
 
     def _holds(self, weight: torch.Tensor, codes: StoredCodes, order: torch.Tensor | None) -> bool:
-        """Whether codes in an order of outputs are a weight, to the bit."""
+        """Whether codes with outputs in this order equal a weight bit for bit."""
         given = codes if order is None else _reordered(codes, order)
         return all(
             torch.equal(given.read(first, last).dense().to(self._dtype), weight[first:last])
@@ -248,7 +249,7 @@ class _Weights:
 
 
 def _left(weight: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """As `pieces`; what was read of a file is let go after each."""
+    """Yield the ranges of `pieces`, and release the mapped memory of each after use."""
     leave = memory.PageReleaser([weight])
     for first, last in pieces(weight.shape):
         yield first, last
@@ -256,7 +257,7 @@ def _left(weight: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _reordered(codes: StoredCodes, order: torch.Tensor) -> StoredCodes:
-    """With outputs in another order, which are read from the first to the last that is wanted."""
+    """Return codes with outputs in another order. A read covers the range from the first to the last output needed."""
 
     def read(first: int, last: int) -> Codes:
         wanted = order[first:last]
@@ -267,12 +268,12 @@ def _reordered(codes: StoredCodes, order: torch.Tensor) -> StoredCodes:
 
 
 def _order(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Which rows have to stand where, for their sums to be as wanted."""
+    """Return the permutation of rows that turns their sums into the wanted ones."""
     order = torch.empty_like(sums)
     order[wanted.argsort()] = sums.argsort()
     return order
 
 
 def _listed(types: Counter[str]) -> str:
-    """``210 of Q4_1 and 1 of Q8_0``."""
+    """List types with their counts: ``210 of Q4_1 and 1 of Q8_0``."""
     return " and ".join(f"{count} of {name}" for name, count in types.most_common())

@@ -1,8 +1,9 @@
-"""The tokenizer that a GGUF file describes, built from its metadata alone, so that every `transformers` has the same.
+"""Construction of the tokenizer that a GGUF file describes, from its metadata alone and thus the same on every version
+of `transformers`.
 
-A GGUF file has no ``tokenizer.json``. It holds tokens, merges or scores, the ids of special tokens, a chat template
-and the name of a way to split text before merging (``tokenizer.ggml.pre``). What the names mean is known from the
-tokenizers of the models that they were taken from.
+A GGUF file has no ``tokenizer.json``. It contains tokens, merges or scores, the ids of special tokens, a chat template
+and the name of a rule for splitting text before merging (``tokenizer.ggml.pre``). The rules below are those of the
+tokenizers of the models that the names refer to.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from foredraft.gguf.metadata import check_merges, check_tokenizer
 
 logger = logging.getLogger("foredraft")
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _SPACE = "\u2581"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,7 +40,7 @@ _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Words end where capitals begin."""
+    """Return a split pattern in which words end before capitals."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = [rf"[^\r\n\p{{L}}\p{{N}}]?{word}{ending}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*")]
     return "|".join([*words, digits]) + _TAIL.replace(r"[\r\n]*", r"[\r\n/]*", 1)
@@ -55,13 +56,13 @@ _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
 _GPT2 = frozenset({"gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "phi-2", "roberta-bpe", "jina-es", "jina-de"})
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 _WHOLE_WORDS_FIRST = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"})
-"""Vocabularies in which a word that is a token stays whole, whatever the merges say."""
+"""Split rules whose vocabularies keep a word whole if it is a token, regardless of merges."""
 
 
 def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a file, with its special tokens and its chat template; None where the file has none.
+    """Build the tokenizer of a file, with its special tokens and chat template; None if the file has none.
 
-    Raises: UnsupportedModelError for a kind of tokenizer that is not built here; CheckpointError for a damaged one.
+    Raises: UnsupportedModelError for an unsupported kind of tokenizer; CheckpointError for a damaged one.
     """
     entries = {
         key.removeprefix("tokenizer."): value for key, value in header.metadata.items() if key.startswith("tokenizer.")
@@ -71,11 +72,11 @@ def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
         return None
     tokens = entries.get("ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise CheckpointError(f"{header.path} names a tokenizer ({kind}) and holds no tokens; download it again")
+        raise CheckpointError(f"{header.path} names a tokenizer ({kind}) but contains no tokens; download it again")
     if kind not in ("gpt2", "llama") or header.architecture.startswith("gemma"):
         raise UnsupportedModelError(
-            f"{header.path} has a tokenizer of the kind {kind!r} for {header.architecture!r}, which is not read from "
-            "GGUF; give the one of the original model: tokenizer=DIRECTORY or a hub id"
+            f"{header.path} has a tokenizer of the kind {kind!r} for {header.architecture!r}, which foredraft cannot "
+            "read from GGUF; give the tokenizer of the original model: tokenizer=DIRECTORY or a hub id"
         )
     check_tokenizer(header)
     try:
@@ -84,7 +85,7 @@ def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
         return _wrap(backend, tokens, entries)
     except ForedraftError:
         raise
-    except BaseException as error:  # tokenizers raises nothing more special, and panics
+    except BaseException as error:  # tokenizers raises plain exceptions, and panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise CheckpointError(
@@ -94,7 +95,7 @@ def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
 
 
 def _byte_level(tokens: Sequence[str], entries: Mapping[str, Any], header: Header) -> Tokenizer:
-    """BPE over bytes: GPT-2, Llama 3, Qwen and what came from them."""
+    """Build a byte-level BPE tokenizer, as of GPT-2, Llama 3, Qwen and their descendants."""
     name = str(entries.get("ggml.pre", "default"))
     split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name in _SPLIT_OF:
@@ -104,8 +105,8 @@ def _byte_level(tokens: Sequence[str], entries: Mapping[str, Any], header: Heade
         split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
     elif name not in _GPT2:
         logger.warning(
-            "%s splits text in a way called %r, which foredraft does not know, so it is split as for GPT-2: texts may "
-            "be split into tokens that the model was not trained on. To be sure, give the original tokenizer.",
+            "%s splits text by a rule called %r, which foredraft does not know, so the rule of GPT-2 is used. Text may "
+            "become tokens that the model was not trained on. Give the original tokenizer to avoid that.",
             header.path,
             name,
         )
@@ -119,7 +120,7 @@ def _byte_level(tokens: Sequence[str], entries: Mapping[str, Any], header: Heade
 
 
 def _sentencepiece(tokens: Sequence[str], entries: Mapping[str, Any], header: Header) -> Tokenizer:
-    """BPE over characters with bytes to fall back to: Llama 2, Mistral and what came from them."""
+    """Build a character-level BPE tokenizer with byte fallback, as of Llama 2, Mistral and their descendants."""
     scores = entries.get("ggml.scores")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if "ggml.merges" in entries:
@@ -127,7 +128,7 @@ def _sentencepiece(tokens: Sequence[str], entries: Mapping[str, Any], header: He
     elif isinstance(scores, list) and len(scores) == len(tokens):
         merges = merges_by_score(vocab, scores)
     else:
-        raise CheckpointError(f"{header.path} holds neither merges nor a score per token; convert the model again")
+        raise CheckpointError(f"{header.path} contains neither merges nor a score per token; convert the model again")
     unknown = _token(tokens, entries.get("ggml.unknown_token_id"))
     backend = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
@@ -141,7 +142,7 @@ def _sentencepiece(tokens: Sequence[str], entries: Mapping[str, Any], header: He
 
 
 def merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that a sentencepiece vocabulary implies: pairs that join into a token, the best token first.
+    """Return the merges that a sentencepiece vocabulary implies: pairs that form a token, best token first.
 
     Example:
         >>> merges_by_score({"a": 0, "b": 1, "ab": 2, "aba": 3}, [0.0, 0.0, -2.0, -1.0])
@@ -161,17 +162,17 @@ def merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[t
 def _merges(entries: Mapping[str, Any], header: Header) -> list[tuple[str, str]]:
     lines = entries.get("ggml.merges")
     if not isinstance(lines, list):
-        raise CheckpointError(f"{header.path} holds no merges for its tokens; convert the model again")
+        raise CheckpointError(f"{header.path} contains no merges for its tokens; convert the model again")
     pairs = [line.split(" ", 1) for line in lines]
     if any(len(pair) != 2 for pair in pairs):
-        raise CheckpointError(f"{header.path} holds a merge that is not two tokens; download it again")
+        raise CheckpointError(f"{header.path} contains a merge that is not two tokens; download it again")
     merges = [(left, right) for left, right in pairs]
     check_merges(header, merges, entries["ggml.tokens"])
     return merges
 
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any]) -> None:
-    """Tokens that are never cut or merged: control tokens, and those that the authors added."""
+    """Add the tokens that are never split or merged: control tokens, and tokens added by the model's authors."""
     types = entries.get("ggml.token_type") or []
     kinds = list(zip(tokens, types, strict=bool(types)))
     control = [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind == _CONTROL]
@@ -181,7 +182,7 @@ def _add_tokens(backend: Tokenizer, tokens: Sequence[str], entries: Mapping[str,
 
 
 def _wrap(backend: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The backend as `transformers` knows tokenizers."""
+    """Wrap the backend as a tokenizer of `transformers`."""
     ids = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {f"{ours}_token": _token(tokens, entries.get(f"ggml.{theirs}_token_id")) for ours, theirs in ids.items()}
     begins = entries.get("ggml.add_bos_token", entries["ggml.model"] == "llama" or _is_llama3(entries))

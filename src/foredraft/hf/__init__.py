@@ -1,4 +1,4 @@
-"""`speculate`: a callable for ``model.generate(..., custom_generate=...)``, over the same engine as everything else."""
+"""`speculate`: a callable for ``model.generate(..., custom_generate=...)`` that runs foredraft's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of ``generate``: its rows in an engine, its columns in the plain loop's order."""
+"""One call of ``generate``: decodes its rows in an engine and returns their tokens in the order of plain generation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from foredraft.sampling.noise import mix
 logger = logging.getLogger("foredraft")
 
 TAIL_CHUNK = 512
-"""Tokens per forward over a text and its padding."""
+"""Tokens per forward pass when scores over the padding of a row are computed."""
 
 
 class Call:
-    """Decodes one call of ``generate``.
+    """Decoder of one call of ``generate``.
 
     Args:
-      engine: engine of this call alone, with a row for each of the batch.
-      lock: held while the target runs.
-      columns: collects the result.
+      engine: engine that is used only for this call, with one slot per row of the batch.
+      lock: lock that is held while the target runs.
+      columns: collector of the result.
       rows: rows of the batch, expanded by ``num_return_sequences``.
       processors: logits processors of transformers.
       seed: seed of the call; None decodes greedily.
@@ -60,7 +60,7 @@ class Call:
         self._index_of = {row: index for index, row in enumerate(self._rows)}
 
     def _add_rows(self) -> None:
-        """Queue the rows. Consecutive equal ones share their prefill, unless their processors tell them apart."""
+        """Queue the rows. Consecutive equal rows share their prefill, if their processors do not tell them apart."""
         while (first := len(self._rows)) < len(self._inputs):
             params = self._params_of(first)
             row = self._inputs[first]
@@ -72,7 +72,7 @@ class Call:
             self._params += [params] * params.n
 
     def _params_of(self, index: int) -> SamplingParams:
-        """Parameters of one row; the seed is the call's."""
+        """Return the parameters of one row, with the seed of the call."""
         row, endings = self._inputs[index], self._columns.endings
         place = RowPlace(index, len(self._inputs), row, endings.eos_token_ids, self._columns.device)
         fields = sampling_fields(self._processors, self._seed is not None, place)
@@ -90,11 +90,12 @@ class Call:
         return pooled
 
     def run(self) -> None:
-        """Step until the plain loop would have ended.
+        """Run steps until plain generation would have ended.
 
-        A row that reaches the end of the context ends there, with a warning.
+        A row that reaches the end of the context ends, with a warning.
 
-        Raises: NumericsError for logits without a distribution; whatever a processor, criterion or streamer raises.
+        Raises: NumericsError for logits without a distribution, and any exception of a processor, criterion or
+          streamer.
         """
         while not self._columns.is_done:
             with self._lock:
@@ -118,19 +119,19 @@ class Call:
                 self._engine.abort_row(row)
 
     def _full_row(self) -> int | None:
-        """A row that has filled its context, and whose next token is asked for."""
+        """Return a row that has filled its context and whose next token is needed; None if there is none."""
         waiting = (i for i, row in enumerate(self._rows) if row.is_finished and self._columns.is_waiting_for(i))
         return next(waiting, None)
 
     def _cut(self, index: int) -> None:
         logger.warning(
-            "row %d has filled the %d tokens of the model's context and ends there, though nothing has asked it to "
-            "end. Plain generate would go on; here: %s.",
+            "row %d has filled the %d tokens of the model's context and ends there, although no stopping criterion "
+            "ended it. Plain generate would continue. To continue with foredraft: %s.",
             index,
             self._rows[index].max_length,
             self._engine.target.beyond_context
-            or "raise max_position_embeddings in the config of the model, to let it "
-            "go on at positions that it has not learnt",
+            or "raise max_position_embeddings in the config of the model, which then runs at positions that it was "
+            "not trained on",
         )
         self._columns.cut(index)
         if self._columns.is_done:
@@ -140,13 +141,13 @@ class Call:
     # -- rows that ended early -----------------------------------------------------------------------------------
 
     def fill_tails(self) -> None:
-        """Scores and logits of rows over their padding, which ``generate`` computes and returns."""
+        """Compute scores and logits of ended rows over their padding, as ``generate`` returns them."""
         columns = self._columns
         if not columns.scores and not columns.logits:
             return
         for index, length in enumerate(columns.lengths):
             rest = len(columns.columns) - (length or 0)
-            if rest and columns.silent[index] and not columns.is_cut[index]:  # those have no positions left
+            if rest and columns.silent[index] and not columns.is_cut[index]:  # a cut row has no positions left
                 self._fill_tail(index, [column[index] for column in columns.columns], rest)
 
     def _fill_tail(self, index: int, said: list[int], rest: int) -> None:
@@ -172,12 +173,13 @@ class Call:
 
 @torch.inference_mode()
 def tail(target: CausalLM, text: list[int], padding: list[int], offset: int = 0) -> torch.Tensor:
-    """Logits after a text, and after each token of the padding but the last.
+    """Compute the logits after a text, and after each token of the padding except the last.
 
     Args:
+      target: model to run.
       text: prompt and output of a row.
-      padding: P tokens that follow.
-      offset: how far positions are ahead of tokens.
+      padding: P tokens after the text.
+      offset: difference between positions and token counts.
 
     Returns: float32 (P, V).
     """

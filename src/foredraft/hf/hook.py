@@ -1,4 +1,4 @@
-"""`speculate` and the callable that it returns."""
+"""`speculate` and `Speculation`, the callable that it returns."""
 
 from __future__ import annotations
 
@@ -52,28 +52,28 @@ def speculate(
     kv_cache_dtype: str = "auto",
     **speculative_config: Any,
 ) -> Speculation:
-    """A callable for ``model.generate(..., custom_generate=speculate(...))``.
+    """Return a callable for ``model.generate(..., custom_generate=speculate(...))``.
 
-    It may be used for several models, several calls and from several threads. ``generate`` keeps its meaning: its
-    configuration, logits processors, stopping criteria and results are those of the plain loop.
+    The callable can be used for several models, for several calls and from several threads. ``generate`` works as
+    before: its configuration, logits processors, stopping criteria and results are those of plain generation.
 
     Args:
-      method: how to draft, by default "auto", which chooses by measured time between plain decoding, `suffix` and the
-        drafters that come with the model; see `SpeculativeConfig`, whose other keys are taken too. A mapping or a
-        config is taken as well.
-      streamer: gets the prompt and every token, and is ended; ``generate(streamer=...)`` works as well.
-      tokenizer: tokenizer of the target, for stop strings and to check that a draft model shares it.
-      stop_strings: end a row at the token that completes one. ``generate`` cannot hand its own to a callable.
+      method: name of a drafting method, a mapping or a `SpeculativeConfig`. The default, "auto", chooses by measured
+        time between plain decoding, `suffix` and the drafters that are included with the model.
+      streamer: streamer that receives the prompt and every token and is ended; ``generate(streamer=...)`` works, too.
+      tokenizer: tokenizer of the target, for stop strings and to check that a draft model has the same tokenizer.
+      stop_strings: strings that end a row at the token that completes one. ``generate`` cannot pass its own to a
+        callable.
       execution: "auto", "eager", "packed" or "compiled".
-      quantization: "int8" or "int4": decode with the linear layers rounded to so many bits. The model itself keeps its
-        weights.
-      kv_cache_dtype: "bfloat16" or "int8": decode with keys and values rounded when they are written.
+      quantization: "int8" or "int4": decode with linear layers rounded to 8 or 4 bits. The model keeps its weights.
+      kv_cache_dtype: "bfloat16" or "int8": round keys and values when they are written to the cache.
+      speculative_config: further keys of the method; see `SpeculativeConfig`.
 
     Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
 
     Exactness: without sampling, the sequences of plain ``generate``; with sampling, its distribution. Under the default
       ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``
-      or ``kv_cache_dtype``, the rounded model is the one that all of this holds of.
+      or ``kv_cache_dtype``, this guarantee is relative to the rounded model.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
     check_quantization(quantization)
@@ -88,24 +88,24 @@ def speculate(
 
 
 def _config(method: SpeculativeLike, keys: Mapping[str, Any]) -> SpeculativeConfig:
-    """Config of a method by name with keys of its own, or a whole config.
+    """Return the config of a method given by name and keys, or of a whole config.
 
-    Raises: ConfigError, also for keys beside a whole config.
+    Raises: ConfigError for invalid values, and for keys in addition to a whole config.
     """
     if method is None or isinstance(method, str):
         return SpeculativeConfig(method=method, **keys)
     if keys:
         raise ConfigError(
-            f"speculate got a config and {', '.join(map(repr, keys))} beside it; put these into the config"
+            f"speculate got a config and also {', '.join(map(repr, keys))}; put these keys into the config"
         )
     return SpeculativeConfig.parse(method)
 
 
 class Speculation:
-    """The handle that `speculate` returns.
+    """Callable that decodes speculatively inside ``generate``, made by `speculate`.
 
     Attributes:
-      config: how it drafts.
+      config: method and keys of drafting.
       stats: counters over all calls so far.
     """
 
@@ -130,27 +130,27 @@ class Speculation:
         return f"speculate({', '.join(f'{name}={_short(value)}' for name, value in values.items())})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Speculation:
-        """Itself: programs that copy the arguments of ``generate`` must not copy models, streamers and counters."""
+        """Return the object itself, so that a copy of the arguments of ``generate`` copies no model or counter."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CopyError(
-            "what speculate(...) returns holds locks and prepared models, so it cannot be pickled: call speculate(...) "
-            "with the same arguments in each process"
+            "the result of speculate(...) contains locks and prepared models and cannot be pickled: call "
+            "speculate(...) with the same arguments in each process"
         )
 
     @makes_on_cpu
     def prepare(self, model: PreTrainedModel) -> Speculation:
-        """Do now what the first call would do for a model: check, probe and pack it, and load its drafter.
+        """Check, probe and pack a model and load its drafter now, instead of in the first call.
 
-        It takes seconds, and is done once per model and ``execution``; calls that come later only look for changes.
+        This takes seconds and happens once per model and ``execution``. Later calls only check for changes.
 
         Args:
-          model: model on which ``generate`` will be called.
+          model: model whose ``generate`` will be called.
 
-        Returns: this object, so that it may be passed on: ``custom_generate=speculate("ngram").prepare(model)``.
-        Raises: as a call, for a model or a drafter that cannot be used.
-        Randomness: takes nothing from torch's global generator.
+        Returns: this object, so that ``custom_generate=speculate("ngram").prepare(model)`` works.
+        Raises: the errors of a call, for a model or a drafter that cannot be used.
+        Randomness: draws nothing from torch's global generator.
         """
         model = check_unwrapped(model)
         refusals.check_model(model)
@@ -179,22 +179,25 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """Decode: ``generate`` calls this after all its own preparations.
+        """Decode. ``generate`` calls this after all its own preparations.
 
         Args:
+          model: the model whose ``generate`` was called.
           input_ids: (B, T), padded at the beginning, expanded by ``num_return_sequences``.
-          logits_processor, stopping_criteria, generation_config, model_kwargs: as ``generate`` prepared them.
+          logits_processor, stopping_criteria, generation_config, model_kwargs: values that ``generate`` prepared.
+          synced_gpus: value of that argument of ``generate``.
+          streamer: streamer of ``generate``.
 
-        Returns: as plain ``generate``: int64 (B, T + new), or a `GenerateDecoderOnlyOutput` without a cache.
+        Returns: the result of plain ``generate``: int64 (B, T + new), or a `GenerateDecoderOnlyOutput` without a cache.
         Raises: UnsupportedModelError, ProbeError, ConfigError, PromptError before anything runs; NumericsError.
         """
         caller = GenerateArguments.find()
         synced = synced_gpus if synced_gpus is not None else caller.synced_gpus
-        theirs = streamer if streamer is not None else caller.streamer  # has got the prompt from ``generate``
+        theirs = streamer if streamer is not None else caller.streamer  # ``generate`` has already put the prompt
         with _ended(self._streamer), _ended(theirs):
             _check(model, input_ids, logits_processor, generation_config, model_kwargs, caller, synced)
             if theirs is not None and self._streamer is not None:
-                raise ConfigError("speculate(...) and generate(...) got a streamer each; give it to one of them")
+                raise ConfigError("both speculate(...) and generate(...) got a streamer; give it to only one of them")
             if self._streamer is not None:
                 self._streamer.put(input_ids.cpu())
                 theirs = self._streamer
@@ -215,13 +218,13 @@ class Speculation:
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         mask = model_kwargs.get("attention_mask")
         rows = read_rows(input_ids, mask)
-        with torch.random.fork_rng(devices=()):  # set-up takes nothing from the user's generator
+        with torch.random.fork_rng(devices=()):  # set-up must not draw from the user's generator
             adapter, drafting = self._prepared(model)
         check_positions(rows, mask, model_kwargs.get("position_ids"), adapter.target)
         endings = Endings(self._with_stop_strings(criteria))
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
-        pad = config._pad_token_tensor  # that ``generate`` has settled on
+        pad = config._pad_token_tensor  # value chosen by ``generate``
         pad_id = None if pad is None else int(pad)
         columns = Columns(input_ids, endings, pad_id, streamer, keeps_scores=keeps_scores, keeps_logits=keeps_logits)
         engine_config = self._engine_config(
@@ -269,7 +272,7 @@ def _check(
     caller: GenerateArguments,
     synced_gpus: bool | None,
 ) -> None:
-    """Refuse, before anything runs, what cannot be done exactly."""
+    """Refuse, before anything runs, a call that cannot be decoded exactly."""
     refusals.check_model(model)
     refusals.check_config(config, caller)
     is_multimodal = model.config.get_text_config(decoder=True) is not model.config
@@ -277,11 +280,13 @@ def _check(
     refusals.check_processors(processors)
     refusals.check_processes(model, synced_gpus)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise PromptError(f"input_ids have the shape {tuple(input_ids.shape)}; give (rows, tokens), one token at least")
+        raise PromptError(
+            f"input_ids have the shape {tuple(input_ids.shape)}; give (rows, tokens), at least one of each"
+        )
 
 
 def _decode_a_little(lm: CausalLM, config: EngineConfig) -> None:
-    """Run what is measured, allocated or compiled at the first steps."""
+    """Decode one token, so that measurements, allocations and compilation of the first steps happen now."""
     engine = Engine(lm, EmptyDrafter(), config)
     engine.add_request([0, 0], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
     for _ in engine.run():
@@ -294,7 +299,7 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def _ended(streamer: Any) -> Iterator[None]:
-    """End a streamer, also when the call breaks off: its reader in another thread would wait for ever."""
+    """End a streamer, even if the call fails. Otherwise its reader in another thread would wait forever."""
     try:
         yield
     finally:
@@ -305,11 +310,11 @@ def _ended(streamer: Any) -> Iterator[None]:
 def _stop_criterion(
     stop_strings: str | Iterable[str] | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> StopStringCriteria | None:
-    """transformers' own criterion."""
+    """Return transformers' own criterion for these strings, or None."""
     if stop_strings is None:
         return None
     if tokenizer is None:
-        raise ConfigError(f"stop_strings={stop_strings!r} need the tokenizer of the model; give tokenizer too")
+        raise ConfigError(f"stop_strings={stop_strings!r} need the tokenizer of the model; give tokenizer as well")
     found = strings("speculate", "stop_strings", stop_strings)
     if not found:
         raise ConfigError(f"speculate.stop_strings is {stop_strings!r}; give one string, or several")

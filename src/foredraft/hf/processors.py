@@ -1,8 +1,8 @@
-"""transformers' list of logits processors as sampling parameters of a row.
+"""Conversion of transformers' logits processors to the sampling parameters of a row.
 
-What the engine's own sampler does exactly as transformers does it, and much faster, becomes a field of
-`SamplingParams`: a beginning of the list in the sampler's order, and an end of temperature and truncation. Whatever
-stands between them runs as it is, and is shown what transformers would show it.
+Processors that the engine's own sampler computes exactly as transformers does, and much faster, become fields of
+`SamplingParams`. These are the first processors of the list, as far as they are in the sampler's order, and temperature
+and truncation at its end. The processors between them run unchanged, with the arguments that transformers would pass.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Place of a row in its call.
+    """Position of a row in its call.
 
     Args:
-      index, num_rows: index of the row, and rows of the batch that transformers would show.
-      row: its tokens.
-      eos_token_ids: those that end it.
-      device: device on which transformers' processors expect their arguments.
+      index: index of the row in the batch.
+      num_rows: number of rows in the batch that transformers would pass to a processor.
+      row: tokens of the row.
+      eos_token_ids: tokens that end the row.
+      device: device of the arguments that processors expect.
     """
 
     index: int
@@ -43,9 +44,9 @@ class RowPlace:
 
 
 def sampling_fields(processors: Sequence[Processor], do_sample: bool, place: RowPlace) -> Fields:
-    """Fields of `SamplingParams` that mean the same as the list.
+    """Return the fields of `SamplingParams` that are equivalent to the list.
 
-    Exactness: transformers' own values; see `foredraft.sampling.distribution`.
+    Exactness: the values are those of transformers; see `foredraft.sampling.distribution`.
     """
     begin, fields = _beginning(processors, place)
     end = len(processors)
@@ -60,7 +61,7 @@ def sampling_fields(processors: Sequence[Processor], do_sample: bool, place: Row
 
 
 def is_shared(params: SamplingParams) -> bool:
-    """Whether the parameters of one row hold for every row with the same prompt."""
+    """Whether one row's parameters are valid for all rows with the same prompt."""
     return not params.logits_processors
 
 
@@ -68,7 +69,7 @@ def is_shared(params: SamplingParams) -> bool:
 
 
 def _beginning(processors: Sequence[Processor], place: RowPlace) -> tuple[int, Fields]:
-    """How many processors the sampler replaces from the front, and by which fields."""
+    """Return how many processors at the front of the list the sampler replaces, and the fields that replace them."""
     fields: Fields = {}
     last = -1
     for index, processor in enumerate(processors):
@@ -89,7 +90,7 @@ def _biases(processor: Any, place: RowPlace) -> Fields | None:
 
 
 def _repetition(processor: Any, place: RowPlace) -> Fields | None:
-    """The sampler counts the tokens that the model sees."""
+    # The sampler counts only tokens that the model sees, so the penalty is equivalent only if the rest is ignored.
     ignored = processor.prompt_ignore_length
     if isinstance(ignored, torch.Tensor):
         ignored = int(ignored[place.index])
@@ -103,9 +104,7 @@ def _ngrams(processor: Any, place: RowPlace) -> Fields | None:
 
 
 def _bad_words(processor: Any, place: RowPlace) -> Fields | None:
-    words = [
-        tuple(int(token) for token in ids) for ids in processor.sequence_bias if len(ids)
-    ]  # empty ones ban nothing
+    words = [tuple(int(token) for token in ids) for ids in processor.sequence_bias if len(ids)]  # empty: bans nothing
     if not words:
         return {}
     if any(len(ids) == 1 and ids[0] in place.eos_token_ids for ids in words):
@@ -136,11 +135,11 @@ _FIRST: dict[type, tuple[int, Callable[[Any, RowPlace], Fields | None]]] = {
     hf.MinLengthLogitsProcessor: (_LENGTHS, _min_length),
     hf.MinNewTokensLengthLogitsProcessor: (_LENGTHS, _min_new_tokens),
 }
-"""Exact types only, since a subclass may do anything; the numbers are the sampler's order."""
+"""Replaceable processors by exact type, since a subclass may do anything. The numbers are the sampler's order."""
 
 
 def _end(processors: Sequence[Processor], begin: int) -> tuple[int, Fields]:
-    """Index at which temperature and truncation at the end of the list begin, and their fields."""
+    """Return the index at which the final temperature and truncation processors begin, and their fields."""
     fields: Fields = {}
     end, last = len(processors), len(_LAST)
     while end > begin:
@@ -212,18 +211,18 @@ _ROW_BY_ROW = frozenset(
         hf.LogitNormalization,
     }
 )
-"""Processors that treat every row alike, whichever it is."""
+"""Processors that treat all rows alike, whatever their index."""
 
 
 class PaddedView:
-    """A row's processors, shown what transformers would show: padded text, ordinary tensors, the row at its own place.
+    """Processors of one row, called with the arguments of transformers: padded text, ordinary tensors, the row's index.
 
-    A processor that may tell rows apart is called with as many rows as the batch has, all of them copies of this one;
-    its answer for the row's own place is taken.
+    A processor that may tell rows apart is called with as many rows as the batch has. All of them are copies of this
+    row, and the result at the row's own index is used.
 
     Args:
-      processors: processors, applied in turn.
-      place: place of the row.
+      processors: processors in the order in which they are applied.
+      place: position of the row.
     """
 
     def __init__(self, processors: Sequence[Processor], place: RowPlace) -> None:
@@ -231,7 +230,7 @@ class PaddedView:
         self._place = place
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """(b, T) and (b, V) of b texts of the row -> float32 (b, V)."""
+        """Apply the processors to b prefixes of the row: (b, T) and (b, V) -> float32 (b, V)."""
         home = scores.device
         with torch.inference_mode(False), torch.no_grad():
             input_ids, scores = input_ids.to(self._place.device, copy=True), scores.to(self._place.device, copy=True)
@@ -251,14 +250,14 @@ class PaddedView:
 
 
 def _of_one_row(processor: Any, index: int) -> tuple[Processor, bool]:
-    """The processor, and whether it may tell rows apart."""
+    """Return the processor, and whether it may tell rows apart."""
     if type(processor) is hf.PrefixConstrainedLogitsProcessor:
         return _prefix_constrained(processor, index), False
     return processor, type(processor) not in _ROW_BY_ROW
 
 
 def _prefix_constrained(processor: Any, index: int) -> Processor:
-    """The user's function is asked for this row only."""
+    """Return a processor that calls the user's function with this row's index only."""
     allowed = processor._prefix_allowed_tokens_fn
     constrained: Processor = hf.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(index, sent), 1)
     return constrained

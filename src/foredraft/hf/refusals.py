@@ -1,5 +1,5 @@
-"""Options of ``generate``: those that it does not pass on, read from the frame that calls, and those that this decoding
-does not support, refused by name with what to do instead."""
+"""Checks of a ``generate`` call: arguments that it does not pass on are read from the caller's frame, and options that
+foredraft does not support are refused by name, with the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.support import CACHE_ARGUMENTS
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-_MAX_FRAMES = 16  # wrappers that may stand between ``generate`` and the callable
+_MAX_FRAMES = 16  # most wrapper functions between ``generate`` and the callable
 _WITHOUT = "or call generate without custom_generate"
 _MODES = {
     GenerationMode.BEAM_SEARCH: f"beam search (num_beams) is not speculative decoding; set num_beams=1, {_WITHOUT}",
@@ -53,7 +53,7 @@ _KNOWN_KWARGS = frozenset(
         "attention_mask",
         "position_ids",
         *CACHE_ARGUMENTS,
-        "cache_params",  # of state-space models, which the adapter refuses for what they are
+        "cache_params",  # passed by state-space models, which the adapter refuses later with its own message
         "use_cache",
         "cache_position",
         "logits_to_keep",
@@ -62,29 +62,29 @@ _KNOWN_KWARGS = frozenset(
     }
 )
 _REMEDIES = {
-    "inputs_embeds": "give input_ids: drafts are tokens, and their embeddings are the model's",
-    "token_type_ids": "leave them out (tokenizer(..., return_token_type_ids=False))",
+    "inputs_embeds": "give input_ids: drafts are tokens, and the model computes their embeddings",
+    "token_type_ids": "leave it out (tokenizer(..., return_token_type_ids=False))",
 }
 _ENCODED = "mm_encoder_outputs"
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
-"""Parts of names of inputs that are not text."""
+"""Parts of the names of inputs that are not text."""
 _TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")
 _BY_PLACE = {
-    "adapter_names": "gives every row of the batch an adapter of its own",
-    "alora_offsets": "switches activated adapters on at a place in the text",
-    "task_ids": "gives every row of the batch a task of its own",
+    "adapter_names": "selects an adapter for every row of the batch",
+    "alora_offsets": "switches activated adapters on at a position in the text",
+    "task_ids": "selects a task for every row of the batch",
 }
-"""Arguments that PEFT passes to its layers through hooks for the duration of a call, by name."""
+"""Arguments that PEFT passes to its layers through hooks during a call, by name, with their effect."""
 
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Arguments of the surrounding ``generate``; all of them empty where there is none.
+    """Arguments of the ``generate`` call that is running; all empty if there is none.
 
     Args:
-      streamer: it has the prompt already.
-      assistant_model, synced_gpus: as given by the user.
-      cache: as given by the user, by any of its names.
+      streamer: its streamer, which has received the prompt already.
+      assistant_model, synced_gpus: values given by the user.
+      cache: cache given by the user under any of its names.
       tensors: names of other inputs that the user gave as tensors.
     """
 
@@ -96,7 +96,7 @@ class GenerateArguments:
 
     @classmethod
     def find(cls) -> GenerateArguments:
-        """The ``generate`` that called whoever calls this."""
+        """Read the arguments from the frame of the ``generate`` call up the stack."""
         frame = sys._getframe(1)
         for _ in range(_MAX_FRAMES):
             if frame.f_code is _GENERATE:
@@ -116,66 +116,67 @@ class GenerateArguments:
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
-    """The key-value cache among keyword arguments, None without one; `transformers` 5.24 renamed it."""
+    """Return the key-value cache among keyword arguments, or None; `transformers` 5.24 renamed the argument."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raises: UnsupportedModelError for an encoder-decoder model, and for inputs that a wrapper changes.
+    """Raise UnsupportedModelError for an encoder-decoder model, and if a wrapper changes the model's inputs.
 
-    A wrapper of PEFT calls ``generate`` of the model inside, having replaced one of its methods or hooked its layers.
+    PEFT wrappers call ``generate`` of the model inside and replace one of its methods or add hooks to its layers.
     """
     prepare = vars(model).get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise UnsupportedModelError(
-            f"prepare_inputs_for_generation of this {type(model).__name__} is not its own (prompt tuning and prefix "
-            "tuning put virtual tokens before the text by it), and drafts are verified without it; call generate "
+            f"prepare_inputs_for_generation of this {type(model).__name__} was replaced (prompt tuning and prefix "
+            "tuning do so to put virtual tokens before the text), but drafts are verified without it; call generate "
             "without custom_generate"
         )
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             for name in _BY_PLACE.keys() & getattr(hook, "keywords", {}).keys():
                 raise UnsupportedModelError(
-                    f"{name} {_BY_PLACE[name]}, and in a step rows and tokens have other places than in plain "
-                    "generation; leave it out, set the adapter for the whole call, or call generate without "
-                    "custom_generate"
+                    f"{name} {_BY_PLACE[name]}, but foredraft orders rows and tokens differently within a step; leave "
+                    "it out, set the adapter for the whole call, or call generate without custom_generate"
                 )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder model; foredraft decodes causal language models, so call "
-            "generate without custom_generate"
+            f"{type(model).__name__} is an encoder-decoder model, and foredraft decodes only causal language models; "
+            "call generate without custom_generate"
         )
 
 
 def check_config(config: GenerationConfig, caller: GenerateArguments) -> None:
-    """Raises: ConfigError for a way of generating that is not plain greedy decoding or sampling."""
+    """Raise ConfigError for a generation mode other than greedy decoding and sampling."""
     mode = config.get_generation_mode(caller.assistant_model)
     if mode in _MODES:
         raise ConfigError(_MODES[mode])
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         raise ConfigError(
-            "output_attentions and output_hidden_states are not kept, since a step runs over a whole draft; leave them "
-            "out, or run the finished sequences through model(...) once"
+            "output_attentions and output_hidden_states are not available, since a step runs over a whole draft; leave "
+            "them out, or run the finished sequences through model(...) once"
         )
     if config.cache_implementation == "quantized":
         raise ConfigError(
-            "cache_implementation='quantized' changes what the model says, and drafts are verified over an exact "
+            "cache_implementation='quantized' changes the output of the model, and drafts are verified with an exact "
             f"cache; leave it out, {_WITHOUT}"
         )
 
 
 def check_inputs(model_kwargs: dict[str, Any], caller: GenerateArguments, *, is_multimodal: bool = False) -> None:
-    """Raises: ConfigError for inputs beside tokens and their mask, and for a cache that holds anything.
+    """Raise ConfigError for inputs other than tokens and their mask, and for a cache that is not empty.
 
     Args:
-      is_multimodal: the model has a text model inside; kinds of tokens that are all 0 are those of text.
+      model_kwargs: arguments that ``generate`` prepared for the model.
+      caller: arguments of the ``generate`` call.
+      is_multimodal: whether the model contains a text model. Token types that are all 0 then mean text.
     """
     if any(_is_filled(cache) for cache in (caller.cache, given_cache(model_kwargs))):
         raise ConfigError(
-            "a filled cache (past_key_values) cannot be continued, since drafts are verified over an exact cache of "
-            "foredraft's own; leave them out and give the whole text as input_ids"
+            "past_key_values is a filled cache, which foredraft cannot continue, since it verifies drafts with a cache "
+            "of its own; leave it out and give the whole text as input_ids"
         )
-    encoded = model_kwargs.get(_ENCODED) or {}  # transformers sets an empty one for every prompt of text
+    encoded = model_kwargs.get(_ENCODED) or {}  # transformers passes an empty one for text prompts
     if any(value is not None for value in encoded.values()):
         given = (name for name in caller.tensors if _is_of_media(name))
         raise _refusal(next(given, _ENCODED))
@@ -197,34 +198,34 @@ def _is_of_media(name: str) -> bool:
 
 
 def _is_filled(cache: Any) -> bool:
-    """Whether decoding from this cache would differ from decoding without any."""
+    """Whether decoding with this cache would differ from decoding without a cache."""
     if cache is None:
         return False
     if not isinstance(cache, Cache) or isinstance(cache, QuantizedCache):
         return True
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:  # of recurrent states, whose model the adapter refuses
+    except ValueError:  # a cache of recurrent states, whose model the adapter refuses
         return False
 
 
 def check_processors(processors: Any) -> None:
-    """Raises: ConfigError for processors whose result depends on earlier calls."""
+    """Raise ConfigError for processors whose result depends on earlier calls."""
     for processor in processors:
         for kind, name in _STATEFUL.items():
             if isinstance(processor, kind):
                 raise ConfigError(
-                    f"{name} keeps state from call to call, and drafts show it texts that may be rejected later; "
-                    f"leave it out, {_WITHOUT}"
+                    f"{name} keeps state between calls, and verification calls it with drafts that may be rejected "
+                    f"later; leave it out, {_WITHOUT}"
                 )
 
 
 def check_processes(model: PreTrainedModel, synced_gpus: bool | None) -> None:
-    """Raises: ConfigError where several processes must make the same number of forwards."""
+    """Raise ConfigError if several processes must make the same number of forward passes."""
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     is_sharded = has_others and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
     if synced_gpus or (synced_gpus is None and is_sharded):
         raise ConfigError(
-            "synced_gpus asks every process for the same number of forwards, which drafts make different, so the "
-            f"processes would wait for each other for ever; gather the weights first, {_WITHOUT}"
+            "synced_gpus requires the same number of forward passes in every process, but drafts make it differ, so "
+            f"the processes would wait for each other forever; gather the weights first, {_WITHOUT}"
         )

@@ -1,9 +1,9 @@
-"""The rows of a call: which tokens of ``input_ids`` the model sees and processors are shown, and the plain loop, column
-by column, over rows that run ahead of it.
+"""The rows of a ``generate`` call: visible tokens of ``input_ids``, and replay of plain generation column by column.
 
-``generate`` emits one token of every row, asks the stopping criteria, and goes on. Here every row advances by whole
-accepted drafts. What the rows have said is replayed in the plain loop's order: once all rows have a token for the next
-column, the column is complete, criteria see exactly the batch that they would see, and rows end where they would end.
+Plain ``generate`` emits one token of every row and then evaluates the stopping criteria. The engine advances every row
+by whole accepted drafts instead. This module replays its output in the order of plain generation. Once all rows have a
+token for the next column, the column is complete, the criteria see exactly the batch that they would see in plain
+generation, and rows end where they would end there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class InputRow:
     """One row of the ``input_ids`` of a call.
 
     Args:
-      token_ids: what the model sees.
-      shown_ids: what processors and stopping criteria see: the row of ``input_ids``, padding included.
-      num_padding: masked tokens at its beginning.
+      token_ids: tokens that the model sees.
+      shown_ids: tokens that processors and stopping criteria see: the row of ``input_ids``, padding included.
+      num_padding: number of masked tokens at the beginning.
     """
 
     token_ids: tuple[int, ...]
@@ -38,16 +38,16 @@ class InputRow:
 
     @property
     def has_holes(self) -> bool:
-        """Whether tokens are masked elsewhere than at the beginning."""
+        """Whether tokens after the padding at the beginning are masked."""
         return len(self.token_ids) + self.num_padding < len(self.shown_ids)
 
 
 def read_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[InputRow]:
-    """Take the padding off.
+    """Remove the padding.
 
     Args:
       input_ids: (B, T).
-      attention_mask: (B, T), 0 where a token is not to be seen; None where all are.
+      attention_mask: (B, T), 0 for tokens that the model must not see; None if it sees all tokens.
 
     Raises: PromptError for a row without tokens, or with padding at its end; ConfigError for a mask of another shape.
     """
@@ -64,10 +64,10 @@ def read_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> l
 
 def _read_row(place: int, ids: list[int], seen: list[bool]) -> InputRow:
     if not any(seen):
-        raise PromptError(f"row {place} holds no tokens: its attention_mask is 0 everywhere; leave the row out")
+        raise PromptError(f"row {place} contains no tokens: its attention_mask is 0 everywhere; leave the row out")
     if not seen[-1]:
         raise PromptError(
-            f"row {place} is padded at its end, so no token would follow its text; pad at the beginning "
+            f"row {place} is padded at its end, so new tokens would follow padding; pad at the beginning "
             "(tokenizer.padding_side = 'left')"
         )
     visible = tuple(token for token, is_seen in zip(ids, seen, strict=True) if is_seen)
@@ -77,21 +77,21 @@ def _read_row(place: int, ids: list[int], seen: list[bool]) -> InputRow:
 def check_positions(
     rows: list[InputRow], attention_mask: torch.Tensor | None, position_ids: Any, target: CausalLM
 ) -> None:
-    """Refuse positions that are not those of the text without its padding.
+    """Refuse positions that do not count the unmasked tokens of each row from 0.
 
-    Raises: ConfigError.
+    Raises: ConfigError for such positions, and for masked tokens inside a row if the model has attention windows.
     """
     is_windowed = set(layer_types(target.config)) != {"full_attention"}
     for place, row in enumerate(rows):
         if row.has_holes and is_windowed:
             raise ConfigError(
-                f"row {place} masks tokens inside its text, and {target.name} attends over windows, which count them; "
-                "take these tokens out of input_ids"
+                f"row {place} masks tokens inside its text, and the attention windows of {target.name} would count "
+                "them; remove these tokens from input_ids"
             )
     if position_ids is None:
         return
     width = len(rows[0].shown_ids)
-    planes = 1 if has_planes(target.config) else 0  # of time, height and width; those of text are alike
+    planes = 1 if has_planes(target.config) else 0  # planes of time, height and width, which are equal for text
     if position_ids.ndim not in (2, 2 + planes) or tuple(position_ids.shape[-2:]) not in (
         (1, width),
         (len(rows), width),
@@ -100,16 +100,16 @@ def check_positions(
     seen = torch.ones(len(rows), width, dtype=torch.bool) if attention_mask is None else attention_mask.cpu() != 0
     expected = seen.long().cumsum(-1) - 1
     if bool(((position_ids.cpu() != expected) & seen).any()):
-        pictures = ", or the tokens of pictures are among them" if planes else ""
+        pictures = ", or remove the image tokens from input_ids" if planes else ""
         raise ConfigError(
-            "position_ids do not count the tokens of each row from 0, padding left out; drafts would get wrong "
-            f"positions. Leave position_ids out{pictures}"
+            "position_ids do not count the unmasked tokens of each row from 0, so drafts would get wrong positions; "
+            f"leave position_ids out{pictures}"
         )
 
 
 @dataclass(eq=False)
 class LookaheadBuffer:
-    """The tokens of a row beyond the last complete column; scores and logits are (V,) per token."""
+    """Tokens of a row beyond the last complete column, with scores and logits of shape (V,) per token."""
 
     tokens: deque[int] = field(default_factory=deque)
     scores: deque[torch.Tensor] = field(default_factory=deque)
@@ -124,10 +124,10 @@ class LookaheadBuffer:
 
 
 class Endings:
-    """The stopping criteria of a call; those that are fixed rules cost no tensor per token.
+    """The stopping criteria of a call. Criteria that are plain rules are evaluated without tensors.
 
     Args:
-      criteria: stopping criteria, as ``generate`` prepared them.
+      criteria: stopping criteria that ``generate`` prepared.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -140,28 +140,28 @@ class Endings:
         self.are_fixed = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
 
     def of(self, column: Sequence[int], length: int) -> list[bool]:
-        """Whether each row ends with this column, by fixed rules alone; ``length`` counts the column."""
+        """Return whether each row ends with this column, by plain rules alone. ``length`` includes the column."""
         if self.max_length is not None and length >= self.max_length:
             return [True] * len(column)
         return [token in self.eos_token_ids for token in column]
 
 
 class Columns:
-    """Replays the plain loop.
+    """Replay of plain generation, one column (one token of every row) at a time.
 
     Args:
-      input_ids: (B, T), as criteria and the result show it.
-      endings: when rows end.
-      pad_token_id: what a row that has ended says from then on, where there is an end-of-sequence criterion.
-      streamer: gets every column.
-      keeps_scores, keeps_logits: whether they belong to the result.
+      input_ids: (B, T), as shown to criteria and returned in the result.
+      endings: stopping criteria.
+      pad_token_id: token that fills a row after its end, if there is an end-of-sequence criterion.
+      streamer: streamer that receives every column.
+      keeps_scores, keeps_logits: whether the result contains scores and logits.
 
     Attributes:
-      columns: complete ones, B tokens each.
+      columns: complete columns of B tokens each.
       scores, logits: float32 (B, V) per complete column; zeros for rows that have ended.
-      lengths: length of each row that has ended, in columns; None for the others.
+      lengths: length in columns of each row that has ended; None for the others.
       is_cut: whether each row ended because its context was full.
-      is_done: whether the plain loop would have ended.
+      is_done: whether plain generation would have ended.
     """
 
     def __init__(
@@ -195,29 +195,29 @@ class Columns:
 
     @property
     def silent(self) -> list[bool]:
-        """Rows that say nothing but padding any more."""
+        """Whether each row adds nothing but padding from now on."""
         ended = [length is not None for length in self.lengths]
         return [
             has_ended and (is_cut or self.endings.pads) for has_ended, is_cut in zip(ended, self.is_cut, strict=True)
         ]
 
     def is_waiting_for(self, row: int) -> bool:
-        """Whether the next column lacks the token of this row."""
+        """Whether the next column still needs the token of this row."""
         return not (self.is_done or self.silent[row] or self._ahead[row].tokens)
 
     def cut(self, row: int) -> None:
-        """End a row that has said all that it can; where there is no padding for it, all rows end with it."""
+        """End a row whose context is full. Without a padding token, all rows end with it."""
         self.is_cut[row] = True
         if self.lengths[row] is None:
             self.lengths[row] = len(self.columns)
         self.is_done = self._pad is None or all(length is not None for length in self.lengths)
 
     def take(self, row: int, output: RowOutput) -> None:
-        """Take in what a step added to a row."""
+        """Add the output of a step to a row."""
         self._ahead[row].take(output)
 
     def advance(self) -> list[int]:
-        """Complete as many columns as can be; the rows of which nothing more is needed."""
+        """Complete as many columns as possible and return the rows that need no further tokens."""
         before = self.silent
         while not self.is_done and all(
             is_silent or ahead.tokens for is_silent, ahead in zip(self.silent, self._ahead, strict=True)
@@ -247,7 +247,7 @@ class Columns:
         if not is_silent:
             return self._ahead[row].tokens.popleft()
         if self._pad is None:
-            raise ConfigError("a row has ended before the others and there is no pad_token_id to fill it; give one")
+            raise ConfigError("a row ended before the others, and no pad_token_id is set to fill it; give pad_token_id")
         return self._pad
 
     def _ended(self, column: list[int]) -> list[bool]:
@@ -267,6 +267,6 @@ class Columns:
 
     @property
     def sequences(self) -> torch.Tensor:
-        """(B, T + complete columns)."""
+        """Prompt and all complete columns, int64 (B, T + columns)."""
         added = torch.tensor(self.columns, dtype=torch.long, device=self._prompt.device)
         return torch.cat([self._prompt, added.T], dim=-1) if self.columns else self._prompt

@@ -1,9 +1,9 @@
-"""Adapters of users' models: made once, kept as long as the model lives, and following its changes.
+"""Adapters of users' models. Each is made once, lives as long as its model, and follows changes of the model.
 
-The faces that are handed a model with every call share this store: the hook and the classic functions. Two kinds of
-adapters stay outside of it. An `LLM` has one of its own, since its streams may be open while another face is called:
-what they have begun with the model as it was must not go on with a model that its owner has changed in between. And a
-draft model is adapted for each target, since it runs under the lock of the target.
+The interfaces that receive a model with every call share these adapters: the ``generate`` hook and the classic
+functions. Two kinds of adapters are not shared. An `LLM` has an adapter of its own, because its streams may be open
+while another interface is called, and must not continue with a model that the owner has changed in between. A draft
+model has an adapter per target, because it runs under the lock of its target.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from foredraft.loading.pairing import Drafting, Pairing
 from foredraft.model.lm import CausalLM
 
 MAX_DRAFTINGS = 4
-"""Ways of drafting that are kept per model; a draft model that was loaded by name lives in its entry."""
+"""Most drafting methods that are kept loaded per model. A draft model that was loaded by name stays in its entry."""
 
 
 @dataclass(eq=False)
 class Adapter:
-    """A model ready to decode. Nothing in it refers to the model object, whose life it must not prolong.
+    """A model that is ready to decode. It does not refer to the model object, which it must not keep alive.
 
     Args:
-      target: shares the tensors of the model, and follows it when it is changed.
-      execution: how it runs; `CausalLM.quantization` says whether its layers are rounded.
-      lock: held while the target, or a drafter of this adapter, runs.
+      target: adapter that shares the tensors of the model and follows its changes.
+      execution: execution mode. Whether layers are rounded is in `CausalLM.quantization`.
+      lock: lock that is held while the target, or a drafter of this adapter, runs.
     """
 
     target: CausalLM
@@ -47,9 +47,9 @@ class Adapter:
     def drafting(
         self, model: PreTrainedModel, config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase | None
     ) -> Drafting:
-        """A way of drafting for this model, loaded and checked when it is first asked for.
+        """Return a drafting method for this model, which is loaded and checked on first use.
 
-        Raises: as `Pairing.drafting`.
+        Raises: the errors of `Pairing.drafting`.
         """
         key = (_key(config), None if tokenizer is None else weakref.ref(tokenizer), self.target.vocab_size)
         drafting = self._draftings.get(key)
@@ -69,18 +69,18 @@ _LOCK = forking.lock()
 ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str], Adapter]] = (
     weakref.WeakKeyDictionary()
 )
-"""Adapters of all models in use, in the whole process: no call must probe a model and pack its weights again."""
+"""Adapters of all models in the process, so that no call probes a model and packs its weights again."""
 
 
 @makes_on_cpu
 def shared_adapter(
     model: PreTrainedModel, execution: str = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto"
 ) -> Adapter:
-    """The adapter of a model as it is now, with its linear layers, or keys and values, rounded where that is asked.
+    """Return the adapter of a model in its present state, with linear layers or keys and values rounded if requested.
 
-    May be called from several threads.
+    Safe to call from several threads.
 
-    Raises: UnsupportedModelError, UnsupportedStateError, ProbeError: the model cannot be decoded exactly.
+    Raises: UnsupportedModelError, UnsupportedStateError, ProbeError if the model cannot be decoded exactly.
     """
     with _LOCK:
         adapters = ADAPTERS.setdefault(model, {})
@@ -95,7 +95,7 @@ def shared_adapter(
 
 
 def _key(config: SpeculativeConfig) -> Any:
-    """The config as a key that keeps no model alive."""
+    """Return the config as a key that keeps no model alive."""
     values = config.as_dict()
     if isinstance(config.model, nn.Module):
         values["model"] = weakref.ref(config.model)

@@ -1,5 +1,4 @@
-"""Faults of a checkpoint: told by its index and the names of tensors, which `transformers` follows
-wherever they lead, or by what its loader raised."""
+"""Detection and reporting of damaged checkpoints: checks of the index and tensor names, and errors of the loaders."""
 
 from __future__ import annotations
 
@@ -21,11 +20,12 @@ from foredraft.loading.sources import Source, nearby
 
 @contextmanager
 def as_checkpoint_error(source: Source, what: str, method: str = "") -> Iterator[None]:
-    """Everything that loaders raise becomes a CheckpointError that says where, what and what to do.
+    """Turn every exception of a loader into a CheckpointError with the source, the part, the reason and the remedy.
 
     Args:
-      what: is loaded.
-      method: by what the weights are quantised that transformers has to read; empty where they are not.
+      source: source of the checkpoint.
+      what: part that is loaded, for the message.
+      method: quantisation method of weights that transformers has to read; empty if they are not quantised.
     """
     try:
         yield
@@ -49,13 +49,13 @@ def _remedy(source: Source, error: BaseException, method: str) -> str:
         )
     if method and isinstance(error, ImportError):
         return (
-            f"its weights have the layout of {method}, which foredraft leaves to transformers and a package of its "
-            "own: install that, or load the model that it was made from, with quantization='int8' or 'int4'"
+            f"its weights have the layout of {method}, which foredraft leaves to transformers and another package: "
+            "install that, or load the original model with quantization='int8' or 'int4'"
         )
     if not source.is_local:
         return (
-            f"{nearby(source.name)}it is not a directory here and could not be fetched as a hub id: check the spelling "
-            "and the network, or give a directory or zoo:tiny"
+            f"{nearby(source.name)}it is not a local directory and could not be fetched as a hub id: check the spelling"
+            " and the network, or give a directory or zoo:tiny"
         )
     if isinstance(error, SafetensorError):
         return "a weight file is truncated or damaged: download or copy it again"
@@ -63,28 +63,31 @@ def _remedy(source: Source, error: BaseException, method: str) -> str:
 
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Names of files of weights, in the order in which `transformers` looks for them, each before its index."""
+"""File names of weights in the order in which `transformers` looks for them. It looks for each before its index."""
 
 
 def check_shards(source: Source, config: Any) -> None:
-    """Check a plain checkpoint as far as its configuration, its index and the names of its tensors tell.
+    """Check an unquantised checkpoint by its configuration, its index and the names of its tensors.
 
-    Raises: CheckpointError for an index that is damaged or names files outside of its folder, for a tensor in two files
-      of which another than that of the index would be read, and as `check_layers`.
+    Raises: CheckpointError for a damaged index, for an index with files outside its folder, for a tensor in two files
+      if the loader would not read it from the file in the index, and for the errors of `check_layers`.
     """
     check_layers(source.name, config, len(_names_in(source)))
 
 
 def check_layers(name: str, config: Any, num_tensors: int) -> None:
-    """Raises: CheckpointError for more layers than there are tensors: modules would be made of each first.
+    """Raise CheckpointError if the configuration states more layers than there are tensors.
+
+    The loader would create the modules of every layer before it noticed.
 
     Args:
-      name: of the checkpoint.
-      num_tensors: 0 where it is not known.
+      name: name of the checkpoint.
+      config: its configuration.
+      num_tensors: number of tensors; 0 if it is not known.
     """
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if isinstance(num_layers, int) and (num_layers < 1 or 0 < num_tensors < num_layers):
-        held = f", and its files hold {num_tensors} tensors" if num_tensors else ""
+        held = f", but its files contain {num_tensors} tensors" if num_tensors else ""
         raise CheckpointError(
             f"config.json of {name} states {num_layers} layers (num_hidden_layers){held}; download or save the "
             "checkpoint again"
@@ -92,7 +95,7 @@ def check_layers(name: str, config: Any, num_tensors: int) -> None:
 
 
 def _names_in(source: Source) -> set[str]:
-    """Names of all tensors, as far as they are known without reading them."""
+    """Return the names of all tensors that are known without reading the weights."""
     for weights in _WEIGHTS:
         whole = _found(source, weights, fetch=False)
         if whole is not None:
@@ -107,20 +110,20 @@ def _split_names(index: Path, *, is_local: bool) -> set[str]:
     files = weight_map(index)
     if not isinstance(read_json(index).get("metadata"), dict):
         raise CheckpointError(
-            f"{index} has no object named metadata, without which transformers {transformers.__version__} reads no "
-            'split weights; write "metadata": {} into it, beside weight_map'
+            f"{index} has no object named metadata, without which transformers {transformers.__version__} cannot read "
+            'split weights; add "metadata": {} next to weight_map'
         )
     last: dict[str, str] = {}
-    for file in sorted(set(files.values())):  # the order in which they are read
-        if is_local and not os.path.isfile(index.parent / file):  # also of a name that is too long
+    for file in sorted(set(files.values())):  # the loader's order
+        if is_local and not os.path.isfile(index.parent / file):  # isfile also covers names that are too long
             raise CheckpointError(
-                f"{index} names {file[:100]!r}, which is not there; download or copy the checkpoint again"
+                f"{index} names {file[:100]!r}, which does not exist; download or copy the checkpoint again"
             )
         for name in _names(index.parent / file):
             if name in last and files.get(name) != file:
                 raise CheckpointError(
-                    f"{index.parent} holds {name} in {last[name]} and in {file}, of which the latter would be read, "
-                    f"and the index names {files.get(name, 'neither')}: one of them may be left of an earlier save; "
+                    f"{index.parent} contains {name} in {last[name]} and in {file}; the latter would be loaded, "
+                    f"but the index names {files.get(name, 'neither')}. One file may be left from an earlier save; "
                     "download or save the checkpoint again"
                 )
             last[name] = file
@@ -128,7 +131,7 @@ def _split_names(index: Path, *, is_local: bool) -> set[str]:
 
 
 def _names(file: Path) -> list[str]:
-    """Names of the tensors in a file of safetensors; none for a damaged file, which loading reports."""
+    """Return the names of the tensors in a safetensors file; none for a damaged file, which loading reports later."""
     if file.suffix != ".safetensors" or not file.is_file():
         return []
     try:
@@ -139,7 +142,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _found(source: Source, name: str, *, fetch: bool = True) -> Path | None:
-    """A file of a checkpoint; None where there is none, or it is not here and not to be fetched."""
+    """Return a file of a checkpoint; None if it does not exist, or is not cached and must not be fetched."""
     try:
         file = cached_file(
             source.location,
@@ -148,6 +151,6 @@ def _found(source: Source, name: str, *, fetch: bool = True) -> Path | None:
             local_files_only=source.is_local or not fetch,
             _raise_exceptions_for_missing_entries=False,
         )
-    except OSError:  # loading the weights will say what is wrong
+    except OSError:  # loading the weights will report the reason
         return None
     return None if file is None else Path(file)

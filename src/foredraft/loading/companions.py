@@ -1,4 +1,4 @@
-"""Drafters that come with a model, which method ``auto`` uses beside `suffix`."""
+"""Drafters that are included with a model. Method ``auto`` uses them in addition to `suffix`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from foredraft import zoo
 from foredraft.methods import recognized
 
 HEADS = ("eagle3", "hydra++", "hydra", "medusa", "eagle")
-"""Methods that draft with a head, the best first."""
+"""Methods that draft with a head, in order of preference."""
 
 
 def drafters_beside(model: object) -> list[dict[str, Any]]:
-    """Configs of the drafters that come with a model: a small model, and the best head.
+    """Return configs of the drafters that are included with a model: a draft model, and the best head.
 
     Args:
-      model: ``zoo:NAME``, or the directory of a model. A directory may contain a head in a folder of its own, as
-        ``foredraft train --out MODEL/eagle3`` writes it. Anything else has none.
+      model: ``zoo:NAME``, or the directory of a model. A directory may contain a head in a subfolder, as
+        ``foredraft train --out MODEL/eagle3`` writes it. Other models have no included drafters.
 
     Example:
         >>> drafters_beside("zoo:smollm2")
@@ -34,7 +34,7 @@ def drafters_beside(model: object) -> list[dict[str, Any]]:
 
 
 def _heads_inside(model: object) -> Iterator[tuple[str, Path]]:
-    """Methods and folders of heads inside the directory of a model."""
+    """Yield methods and folders of heads in the subfolders of a model's directory."""
     if not isinstance(model, (str, os.PathLike)) or not Path(model).expanduser().is_dir():
         return
     for folder in sorted(Path(model).expanduser().iterdir()):

@@ -1,9 +1,13 @@
-"""Checkpoints in the layout of compressed-tensors whose weights alone are whole numbers: read and written.
+"""Reading and writing of compressed-tensors checkpoints in which only weights are quantised, to integers.
 
-A layer ``NAME`` has ``NAME.weight_packed`` (codes of 4 or 8 bits in int32, the first in the lowest bits) with
-``NAME.weight_shape``, or ``NAME.weight`` in int8; ``NAME.weight_scale`` (outputs, groups); where codes are not even
-about 0, ``NAME.weight_zero_point``, packed along the outputs beside packed codes; and, where inputs are grouped by the
-order of activations, ``NAME.weight_g_idx``, the group of every input (-1 for groups of neighbours).
+A layer ``NAME`` has these tensors:
+
+- ``NAME.weight_packed`` (codes of 4 or 8 bits in int32, the first in the lowest bits) and ``NAME.weight_shape``, or
+  ``NAME.weight`` in int8;
+- ``NAME.weight_scale`` (outputs, groups);
+- ``NAME.weight_zero_point``, if codes are not symmetric about 0. It is packed along the outputs if codes are packed;
+- ``NAME.weight_g_idx``, the group of every input (-1 for groups of neighbours), if inputs are grouped by activation
+  order.
 
 Source: compressed-tensors (vllm-project/compressed-tensors), formats pack-quantized, int-quantized, naive-quantized.
 """
@@ -26,20 +30,20 @@ METHOD = "compressed-tensors"
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 ZEROS, GROUPS = "weight_zero_point", "weight_g_idx"
 PARTS = ("weight_packed", "weight_shape", "weight_scale", ZEROS, GROUPS, "weight")
-"""Of the codes of a layer."""
+"""Names of the tensors of a quantised layer."""
 VERSION = "0.12.1"
-"""Version of compressed-tensors that written checkpoints name."""
+"""Version of compressed-tensors that is stored in written checkpoints."""
 _WORD = 32
 _UNTOLD = [{"weights": {"num_bits": bits}} for bits in (4, 8)]
-"""Schemes of layers that come without any."""
+"""Schemes assumed for a checkpoint that states none."""
 
 
 def why_not_plain(settings: Mapping[str, Any]) -> str:
-    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
+    """Return the reason why a checkpoint has more than integer weights and cannot be read; empty if it can."""
     schemes = list((settings.get("config_groups") or {}).values())
     formats = {settings.get("format"), *(scheme.get("format") or settings.get("format") for scheme in schemes)}
     for found in sorted(map(str, formats - {*FORMATS, "mixed-precision"})):
-        return f"its format is {found}, and {', '.join(FORMATS)} are read"
+        return f"its format is {found}, but only {', '.join(FORMATS)} are supported"
     for key in ("kv_cache_scheme", "transform_config"):
         if settings.get(key):
             return f"it has a {key}"
@@ -51,16 +55,16 @@ def why_not_plain(settings: Mapping[str, Any]) -> str:
             return "it rounds activations, too"
         bits = whole_number(weights, "num_bits")
         if weights.get("type", "int") != "int" or bits not in (4, 8):
-            return f"its weights are {weights.get('type')} of {bits} bits; int of 4 or 8 is read"
+            return f"its weights are {weights.get('type')} of {bits} bits, but only int of 4 or 8 bits is supported"
         if weights.get("strategy") not in ("tensor", "channel", "group"):
-            return f"its scales are by {weights.get('strategy')}"
+            return f"its scales are by {weights.get('strategy')}, but only by tensor, channel or group are supported"
     return ""
 
 
 def whole_number(settings: Mapping[str, Any], key: str) -> int | None:
-    """A setting; None where it is not said.
+    """Return an integer setting; None if it is not set.
 
-    Raises: ValueError for a value of another kind.
+    Raises: ValueError for a value of another type.
     """
     value = settings.get(key)
     if value is not None and type(value) is not int:
@@ -73,26 +77,32 @@ def whole_number(settings: Mapping[str, Any], key: str) -> int | None:
 
 @dataclass(frozen=True)
 class Read:
-    """The weight of a layer.
+    """Weight of a quantised layer.
 
     Args:
-      order: of its inputs in the codes; None for their own.
+      codes: integer weights with scales and zero points.
+      order: permutation of the inputs in the codes; None if they are in their own order.
     """
 
     codes: Codes
     order: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
-        """float32 (out, in): the weight."""
+        """Return the dequantised weight, float32 (out, in)."""
         dense = self.codes.dense()
         return dense if self.order is None else dense[:, self.order.argsort()]
 
 
 def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> Read:
-    """The codes of a layer.
+    """Read the codes of a layer.
 
-    Raises: KeyError, RuntimeError, ValueError, IndexError for parts that do not fit one another,
-      UnsupportedModelError for groups without a kernel.
+    Args:
+      settings: ``quantization_config`` of the checkpoint.
+      name: name of the layer.
+      parts: its tensors by the names in `PARTS`.
+
+    Raises: KeyError, RuntimeError, ValueError, IndexError for tensors that do not fit together,
+      UnsupportedModelError for group sizes without a kernel.
     """
     scales, zeros, packed = parts["weight_scale"], parts.get(ZEROS), parts.get("weight_packed")
     (outputs, inputs), count, columns = _sizes(parts)
@@ -101,14 +111,14 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
     order = None
     numbers = parts["weight"].view(torch.uint8) ^ 128 if packed is None else unpacked(packed, bits, inputs, 1)
     if numbers.shape != (outputs, inputs):
-        raise ValueError(f"{outputs} outputs in numbers of {len(numbers)}")
+        raise ValueError(f"{outputs} outputs, but {len(numbers)} rows of codes")
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = unpacked(zeros, bits, outputs, 0)
     elif zeros is not None:
         zeros = zeros.expand(scales.shape).reshape(scales.shape).to(torch.int16).add(2 ** (bits - 1)).to(torch.uint8)
     zeros = None if zeros is None else whole_zeros(zeros.view(scales.shape), bits)
     if zeros is not None and _schemes(settings)[number]["weights"].get("symmetric") is True:
-        raise ValueError("config.json states that its codes are symmetric, and it has zero points beside the middle")
+        raise ValueError("config.json states that its codes are symmetric, but its zero points are not in the middle")
     groups = parts.get(GROUPS)
     if groups is not None and not bool((groups == -1).all()):
         of_groups, order = orders(name, groups, size)
@@ -118,7 +128,7 @@ def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tenso
 
 
 def scheme_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, bool]]:
-    """Number of the scheme of a layer, and what it states: whether its layers have zero points, and an order."""
+    """Return the index of a layer's scheme, and whether the scheme states zero points and an input order."""
     (_, inputs), count, columns = _sizes(parts)
     number, *_ = _scheme(settings, name, inputs, count, columns)
     weights = _schemes(settings)[number]["weights"]
@@ -127,16 +137,17 @@ def scheme_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.
 
 
 def may_lack(settings: Mapping[str, Any], part: str) -> bool:
-    """Whether the writer of a checkpoint may have left out a part of all its layers that its settings state.
+    """Whether the writer of a checkpoint may have omitted a part that the settings state, for all layers.
 
-    Before 0.9.3, zero points were left out where all were in the middle; an order that was not found still is.
+    Versions before 0.9.3 omit zero points that are all in the middle. All versions omit an input order that has no
+    effect.
     """
     version = [int(number) for number in re.findall(r"\d+", str(settings.get("version") or ""))[:3]]
     return part != ZEROS or not version or version < [0, 9, 3]
 
 
 def _sizes(parts: Mapping[str, torch.Tensor]) -> tuple[tuple[int, int], int, int | None]:
-    """Outputs and inputs of a layer, groups of its inputs, and words of an output; None where a code has its own."""
+    """Return (outputs, inputs), number of groups, and int32 words per output (None if codes are not packed)."""
     packed = parts.get("weight_packed")
     outputs, inputs = parts["weight"].shape if packed is None else parts["weight_shape"].tolist()
     scales = parts["weight_scale"]
@@ -151,15 +162,18 @@ def _schemes(settings: Mapping[str, Any]) -> list[Any]:
 def _scheme(
     settings: Mapping[str, Any], name: str, inputs: int, count: int, columns: int | None = None
 ) -> tuple[int, int, int]:
-    """Number of the first scheme that fits a layer, bits of a code, and inputs of a group; the last may be cut off.
+    """Find the scheme of a layer: index of the scheme, bits of a code, and inputs of a group (the last may be smaller).
 
-    A scheme that names the layer comes before one for all linear layers, and this before others.
+    A scheme that names the layer has priority over one for all linear layers, which has priority over the rest.
 
     Args:
-      count: groups of its inputs.
-      columns: words of every output; None where a code has a word of its own.
+      settings: ``quantization_config`` of the checkpoint.
+      name: name of the layer.
+      inputs: number of inputs.
+      count: number of groups of inputs.
+      columns: int32 words of every output; None if every code has an element of its own.
 
-    Raises: ValueError where no scheme fits.
+    Raises: ValueError if no scheme fits.
 
     Example:
         >>> scheme = {"weights": {"num_bits": 4, "group_size": 32}}
@@ -175,11 +189,11 @@ def _scheme(
         if bits and -(-inputs // max(size, 1)) == count and columns in (None, -(-inputs * bits // _WORD)):
             return number, bits if columns else 8, size
     said = sorted({str((scheme.get("weights") or {}).get("group_size")) for scheme in schemes})
-    raise ValueError(f"{inputs} inputs in {count} groups, where groups have {', '.join(said)}")
+    raise ValueError(f"{inputs} inputs in {count} groups, but the schemes have groups of {', '.join(said)}")
 
 
 def _names(targets: Any, name: str) -> bool:
-    """Whether targets of a scheme name a layer, in full or by a pattern.
+    """Whether the targets of a scheme contain a layer, by its full name or a pattern.
 
     Example:
         >>> _names(["re:.*up_proj"], "layers.0.up_proj"), _names(["Linear"], "layers.0.up_proj")
@@ -189,10 +203,12 @@ def _names(targets: Any, name: str) -> bool:
 
 
 def orders(name: str, groups: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In which order groups of a size come, and inputs, for each group to lie together; None for inputs that stay.
+    """Return the orders of groups and inputs in which each group's inputs are contiguous; None for unmoved inputs.
 
     Args:
-      groups: of every input; the last may be smaller.
+      name: name of the layer, for messages.
+      groups: group of every input.
+      size: inputs of a group; the last group may be smaller.
 
     Raises: UnsupportedModelError for groups of several sizes.
 
@@ -203,43 +219,41 @@ def orders(name: str, groups: torch.Tensor, size: int) -> tuple[torch.Tensor, to
     groups, inputs = groups.long(), len(groups)
     order, first = groups.argsort(stable=True), groups[::size]
     if not torch.equal(groups[order], torch.arange(inputs) // size):
-        raise refusal(f"inputs of {name} are in groups of several sizes (g_idx)")
+        raise refusal(f"inputs of {name} are in groups of several sizes (g_idx), which is not supported")
     if torch.equal(first.repeat_interleave(size)[:inputs], groups):
         return first, None
     return torch.arange(len(first)), order
 
 
 def whole_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:
-    """Zero points; None where all are the code in the middle."""
+    """Return zero points; None if all are the code in the middle."""
     return None if bool((zeros == 2 ** (bits - 1)).all()) else zeros.contiguous()
 
 
 def by_groups(
     name: str, numbers: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
 ) -> Codes:
-    """Codes with scales and zeros (outputs, groups) of so many inputs.
+    """Build codes with scales and zeros (outputs, groups), each for ``group`` inputs.
 
-    Raises: UnsupportedModelError for groups without a kernel.
+    Raises: UnsupportedModelError for group sizes without a kernel.
     """
-    if scales.shape[1] == 1:  # zeros have no kernel without groups, which zeros fill up
+    if scales.shape[1] == 1:  # kernels with zeros need groups; one group, padded with zeros, covers all inputs
         group = 0 if zeros is None else -(-numbers.shape[1] // CODES_SPAN) * CODES_SPAN
     if group % 16 or (group > CODES_SPAN and group % CODES_SPAN):
-        raise refusal(f"{group} inputs of {name} share a scale (kernels take multiples of 16 up to 64, and of 64)")
+        raise refusal(f"{group} inputs of {name} share a scale, but kernels need multiples of 16 up to 64, or of 64")
     scales = scales.to(torch.float16 if scales.dtype == torch.float16 else torch.float32)
     return Codes(numbers, bits, scales.contiguous(), zeros, group)
 
 
 def refusal(reason: str) -> UnsupportedModelError:
-    """Error for a checkpoint that is not plain, with the remedy."""
-    return UnsupportedModelError(
-        f"{reason}, which is not read; load the model that it was made from, and quantise it here: quantization='int8'"
-    )
+    """Return the error for a checkpoint that foredraft cannot read, with the remedy."""
+    return UnsupportedModelError(f"{reason}; load the original model and quantise it with quantization='int8'")
 
 
 def parts_of(codes: Codes) -> dict[str, torch.Tensor]:
-    """Tensors of codes in this layout, packed.
+    """Return the tensors of codes in this layout, packed.
 
-    Raises: ValueError for zeros that are no whole numbers.
+    Raises: ValueError for zeros that are not integers.
     """
     outputs, inputs = codes.numbers.shape
     parts = {
@@ -249,13 +263,13 @@ def parts_of(codes: Codes) -> dict[str, torch.Tensor]:
     }
     if codes.zeros is not None:
         if codes.kind[2] != "whole":
-            raise ValueError("zeros are no whole numbers")
+            raise ValueError("its zeros are not integers")
         parts["weight_zero_point"] = packed(codes.zeros, codes.bits, 0)
     return parts
 
 
 def packed(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """uint8 -> int32 with 32 / bits of them in each, along a dimension that zeros fill up.
+    """Pack uint8 codes into int32, 32 / bits in each word, along a dimension that is padded with zeros.
 
     Example:
         >>> packed(torch.tensor([[1, 2, 3]], dtype=torch.uint8), 8, 1).tolist() == [[1 + 2 * 256 + 3 * 65536]]
@@ -265,12 +279,12 @@ def packed(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     rows = numbers if dim == 1 else numbers.t()
     filled = F.pad(rows, (0, -rows.shape[1] % count)).view(len(rows), -1, count).to(torch.int64)
     words = (filled << torch.arange(count) * bits).sum(-1)
-    words = (words - (words >> (_WORD - 1) << _WORD)).to(torch.int32)  # as two's complement
+    words = (words - (words >> (_WORD - 1) << _WORD)).to(torch.int32)  # two's complement
     return words.contiguous() if dim == 1 else words.t().contiguous()
 
 
 def unpacked(words: torch.Tensor, bits: int, size: int, dim: int) -> torch.Tensor:
-    """The reverse: so many numbers along the dimension."""
+    """Unpack ``size`` codes along the dimension; the inverse of `packed`."""
     rows = words if dim == 1 else words.t()
     numbers = rows[..., None] >> torch.arange(_WORD // bits, dtype=torch.int32) * bits & (1 << bits) - 1
     found = numbers.to(torch.uint8).flatten(1)[:, :size]

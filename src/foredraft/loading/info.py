@@ -1,4 +1,4 @@
-"""Facts about a model in memory, for messages and for `foredraft info`."""
+"""Facts about a loaded model, for messages and for `foredraft info`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
 
 LARGEST_BITS = 12
-"""Most bits of a weight, scales included, that is multiplied as it was rounded."""
+"""Most bits per weight, scales included, at which weights count as multiplied in quantised form."""
 logger = logging.getLogger("foredraft")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory.
+    """A loaded model.
 
     Args:
-      is_owned: the library loaded it, so nobody else holds its weights.
-      num_parameters, weight_bytes: counted before any execution mode touches the weights; tied ones once.
-      stored_dtype: of the checkpoint, where that is known and the library loaded it.
-      quantization: of linear layers: how they are rounded, or "stored".
-      types: of stored weights, and of those that had to be dequantised.
-      packed_copy: where its packed weights are kept, if that was asked for.
-      is_from_copy: they were read there.
+      model: the model.
+      name: its name in messages.
+      is_owned: whether the library loaded the model, so that no other code uses its weights.
+      tokenizer: its tokenizer, if it is known.
+      num_parameters, weight_bytes: size before an execution mode changes the weights. Tied weights count once.
+      stored_dtype: dtype of the checkpoint, if it is known and the library loaded it.
+      quantization: rounding of the linear layers, or "stored".
+      types: quantisation types of stored weights, and those that had to be dequantised.
+      packed_copy: place for a cached copy of its packed weights, if the user asked for one.
+      is_from_copy: whether the packed weights were read from that copy.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -61,7 +64,7 @@ class Loaded:
         stored_dtype: torch.dtype | None = None,
         quantization: str | None = None,
     ) -> Loaded:
-        """Count, and keep."""
+        """Describe a model, with its size counted now."""
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         num_parameters = sum(weight.numel() for weight in model.parameters())
         return cls(model, name, is_owned, tokenizer, num_parameters, size, stored_dtype, quantization)
@@ -69,17 +72,18 @@ class Loaded:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A loaded model, and how it runs.
+    """Facts about a loaded model and its execution.
 
     Args:
-      num_parameters, weight_bytes: tied weights once, packed copies not counted.
-      quantization: that linear layers were rounded by, if they were; "stored" for weights as their file has them.
-      weight_types: of stored weights.
-      bits_per_weight: of linear layers, scales included; None where they do not run by packed weights.
-      step_bytes: of packed weights, which every step reads.
-      kv_cache_dtype: of keys and values.
-      supports_trees: verdict of the probe; chains always pass, or the model is refused.
-      packed_copy, packed_copy_bytes: where its packed weights are kept, and in how many bytes, if they are.
+      num_parameters, weight_bytes: size with tied weights counted once and packed copies not counted.
+      quantization: rounding of the linear layers, if any; "stored" for weights in the format of their file.
+      weight_types: quantisation types of stored weights.
+      bits_per_weight: bits per weight of the linear layers, scales included; None if they are not packed.
+      step_bytes: bytes of packed weights, all of which every step reads.
+      kv_cache_dtype: dtype of keys and values.
+      supports_trees: whether the model can verify trees, as tested when it was loaded. A model that cannot verify
+        chains is refused.
+      packed_copy, packed_copy_bytes: file with a copy of the packed weights and its size, if there is one.
     """
 
     name: str
@@ -137,16 +141,17 @@ def load_line(
     promise: str = "",
     threads: str = "",
 ) -> str:
-    """Describe in one line for people the model that was loaded and how it will decode.
+    """Describe in one line the loaded model and how it will decode.
 
     Args:
-      method: how it drafts; "none" is plain decoding because the user asked for it, None because no method was given.
-      stored_dtype: of the checkpoint, where it is known.
-      is_dtype_chosen: the user named the dtype.
-      drafter: of the method ``draft_model``.
+      info: facts about the model.
+      method: title of the drafting method; "none" if the user chose plain decoding, None if the user gave no method.
+      stored_dtype: dtype of the checkpoint, if it is known.
+      is_dtype_chosen: whether the user chose the dtype.
+      drafter: facts about the draft model of the method ``draft_model``.
       heads: names of heads that draft.
-      promise: what holds of texts with drafts, in words.
-      threads: how many, where that is worth saying.
+      promise: guarantee for output with drafts, in words.
+      threads: note on the number of threads; empty if it is the usual one.
     """
     dtype = info.dtype
     note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
@@ -171,58 +176,59 @@ def load_line(
 
 
 def weights_note(info: ModelInfo) -> str:
-    """Description of rounded linear layers; empty where they are not rounded."""
+    """Describe rounded linear layers; empty if they are not rounded."""
     if info.quantization is None:
         return ""
     types = info.weight_types or ""
     if info.bits_per_weight is None or (info.bits_per_weight > LARGEST_BITS and "dequantised" not in types):
-        size = "which run dequantised for want of a kernel here"
+        size = "which run dequantised, since this machine has no kernel for them"
         return f"{info.quantization} weights ({types}), {size}" if types else f"{info.quantization} weights, {size}"
-    size = f"{info.bits_per_weight:.2f} bits each, {info.step_bytes / 1e6:.0f} MB by a step"
+    size = f"{info.bits_per_weight:.2f} bits each, {info.step_bytes / 1e6:.0f} MB per step"
     return f"{info.quantization} weights ({types}; {size})" if types else f"{info.quantization} weights ({size})"
 
 
 def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:
-    """Why a model runs in another dtype than its checkpoint has; empty where it does not, or where that is unknown."""
+    """Explain why a model runs in another dtype than its checkpoint; empty if it does not, or if that is unknown."""
     if stored is None or stored == used:
         return ""
     if is_chosen:
-        return f"as asked; the checkpoint is {stored}"
+        return f"as requested; the checkpoint is {stored}"
     if used == "float32" and (stored, device) == ("float16", "cpu"):
-        return "a float16 checkpoint, which CPUs compute in float32 here"
+        return "a float16 checkpoint, which foredraft computes in float32 on CPUs"
     if used == "float32":
         return f"a {stored} checkpoint, and this {'CPU' if device == 'cpu' else 'device'} has no {stored} arithmetic"
     return f"a {stored} checkpoint; dtype={stored!r} keeps it"
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:
-    """``torch.bfloat16`` -> ``bfloat16``."""
+    """Return the short name of a dtype: ``torch.bfloat16`` -> ``bfloat16``."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def count(number: int) -> str:
-    """134,515,008 -> ``134.5 M``."""
+    """Return a number of parameters in a readable form: 134,515,008 -> ``134.5 M``."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """Name of a loaded model in messages."""
+    """Return the name of a loaded model for messages."""
     path = str(getattr(model, "name_or_path", "") or "")
     return f"{type(model).__name__} ({path})" if path else type(model).__name__
 
 
 AUTO, NONE = "auto", "none"
-"""The generation config beside the model, and none."""
+"""Names for the generation config of the model, and for no generation config."""
 
 
 def read_generation_config(given: str | os.PathLike[str] | GenerationConfig, model: PreTrainedModel) -> Any:
-    """The config that a model's defaults of sampling and EOS are from; None for none.
+    """Return the generation config with the default sampling parameters and EOS; None for no config.
 
     Args:
-      given: "auto" for that of the model, "none" ("vllm"), a folder or hub id with a ``generation_config.json``, or a
-        config.
+      given: "auto" for the model's own, "none" (or "vllm") for no config, a folder or hub id with a
+        ``generation_config.json``, or a config.
+      model: the model.
 
-    Raises: ConfigError for a path where there is none.
+    Raises: ConfigError if there is no config at the path.
     """
     if isinstance(given, GenerationConfig):
         return given
@@ -243,9 +249,9 @@ def read_generation_config(given: str | os.PathLike[str] | GenerationConfig, mod
 
 
 def sampling_defaults(config: GenerationConfig | None, name: str) -> dict[str, Any]:
-    """Defaults of requests that a generation config sets, by field of `SamplingParams`.
+    """Return the request defaults that a generation config sets, by field of `SamplingParams`.
 
-    Raises: ConfigError for a value that no request may have.
+    Raises: ConfigError for a value that `SamplingParams` refuses.
     """
     written = {} if config is None else config.to_diff_dict()
     found = {field: written[key] for key, field in MODEL_DEFAULTS.items() if written.get(key) is not None}
@@ -253,30 +259,31 @@ def sampling_defaults(config: GenerationConfig | None, name: str) -> dict[str, A
         checked = SamplingParams(**found)
     except ConfigError as error:
         raise ConfigError(
-            f"the generation config of {name} cannot be used: {error}. Mend it, or pass generation_config='none' "
+            f"the generation config of {name} cannot be used: {error}. Correct it, or pass generation_config='none' "
             "(--generation-config none)"
         ) from None
     return {field: getattr(checked, field) for field in found}
 
 
 def announce_defaults(defaults: Mapping[str, Any], name: str) -> None:
-    """Log the defaults of requests that are from a generation config; nothing where there are none."""
+    """Log the request defaults from a generation config, if there are any."""
     if defaults:
         values = ", ".join(f"{field}={value:g}" for field, value in defaults.items())
         logger.info(
-            "%s: requests that set nothing else use %s, from its generation config; generation_config='none' leaves "
-            "it out",
+            "%s: default sampling parameters from its generation config: %s; pass generation_config='none' to ignore "
+            "them",
             name,
             values,
         )
 
 
 def eos_token_ids(model: PreTrainedModel, config: Any = None, tokenizer: Any = None) -> tuple[int, ...]:
-    """EOS ids of the generation config, one of the tokenizer that is not among them last.
+    """Return the EOS ids of the generation config, followed by the tokenizer's EOS if it is another one.
 
     Args:
-      config: the generation config; by default that of the model.
-      tokenizer: its EOS ends outputs, too, as in vLLM; None for the config alone.
+      model: the model.
+      config: the generation config; by default the model's own.
+      tokenizer: tokenizer whose EOS also ends outputs, as in vLLM; None for the config alone.
     """
     ids = _eos_of_config(model, getattr(model, "generation_config", None) if config is None else config)
     own = getattr(tokenizer, "eos_token_id", None)
@@ -307,11 +314,11 @@ def announce(
     heads: Iterable[str] = (),
     is_dtype_chosen: bool,
 ) -> None:
-    """Log in one line what was loaded and how it decodes; see `load_line`.
+    """Log in one line the loaded model and how it decodes; see `load_line`.
 
     Args:
-      promise: of texts with drafts; None where there are none, or the rule of acceptance keeps no tokens.
-      drafter, heads: that draft; see `load_line`.
+      promise: guarantee for output with drafts; None without drafts, or if the acceptance rule does not keep tokens.
+      drafter, heads: facts about the draft model and names of heads; see `load_line`.
     """
     line = load_line(
         info,
@@ -327,6 +334,6 @@ def announce(
 
 
 def announce_notes(name: str, methods: Sequence[str]) -> None:
-    """Log what people should know of a model of the zoo and these methods."""
+    """Log the notes in the manifest of a zoo model about these methods."""
     for note in zoo.manifest(name).notes_about(methods):
         logger.info("%s: %s", name, note)

@@ -1,19 +1,20 @@
-"""Layouts of checkpoints whose linear layers are whole numbers: which a checkpoint has, and the codes of its layers.
+"""Layouts of checkpoints with integer codes for linear layers: detection of the layout, and the codes of each layer.
 
-A layer ``NAME`` of GPTQ and AWQ has, over words of int32 that hold 32 / bits numbers, the first in the lowest bits:
+A layer ``NAME`` of GPTQ and AWQ has these tensors, whose int32 words contain 32 / bits codes each, the first in the
+lowest bits:
 
-- GPTQ: ``NAME.qweight`` (inputs / numbers, outputs), ``NAME.qzeros`` (groups, outputs / numbers), ``NAME.scales``
-  (groups, outputs), and ``NAME.g_idx`` (inputs), the group of every input. Zero points are stored 1 too small, and as
-  they are in ``gptq_v2``.
-- AWQ (``gemm``): ``NAME.qweight`` (inputs, outputs / 8), ``NAME.qzeros`` and ``NAME.scales`` as above. The eight
-  outputs of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7, and zero points are stored as they are.
+- GPTQ: ``NAME.qweight`` (inputs / codes per word, outputs), ``NAME.qzeros`` (groups, outputs / codes per word),
+  ``NAME.scales`` (groups, outputs), and ``NAME.g_idx`` (inputs), the group of every input. Zero points are stored minus
+  1 in ``gptq`` and unchanged in ``gptq_v2``.
+- AWQ (``gemm``): ``NAME.qweight`` (inputs, outputs / 8), with ``NAME.qzeros`` and ``NAME.scales`` as above. The eight
+  outputs of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7, and zero points are stored unchanged.
 
-One of torchao has ``NAME._weight_qdata`` (outputs, inputs) in int8, a number of 4 or 8 bits with its sign in each;
-``NAME._weight_scale`` and ``NAME._weight_zero_point`` (outputs, groups), of which a weight is (number - zero) * scale.
+A layer of torchao has ``NAME._weight_qdata`` (outputs, inputs) in int8, with one signed code of 4 or 8 bits in each,
+and ``NAME._weight_scale`` and ``NAME._weight_zero_point`` (outputs, groups). A weight is (code - zero) * scale.
 
 Source: AutoGPTQ and GPTQModel (layers in torch, and conversion between both formats), AutoAWQ (gemm layers); torchao
 0.18 (``Int8Tensor``, ``IntxUnpackedToInt8Tensor``, and ``flatten_tensor_state_dict``, with which transformers 5 writes
-them). Its other tensors are laid out for one kernel each; before version 2 of a configuration they were pickled.
+them). The layouts of torchao's other tensors each suit one kernel. Configurations before version 2 were pickled.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ SchemeOf = Callable[[Mapping[str, Any], str, Mapping[str, torch.Tensor]], tuple[
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout.
+    """Names, readers and checks of one layout.
 
     Args:
       method: its name in ``quantization_config``.
-      mark: part that every layer in codes has.
-      parts: of a layer, of which it may lack some.
-      optional: those of them that all layers of a scheme may lack.
-      why_not_plain: of ``quantization_config`` tells what else a checkpoint asks for than whole numbers for weights.
-      read: gives the codes of a layer, of ``quantization_config``, its name, and its parts.
-      scheme_of: gives the number of the scheme of a layer, and what that states of optional parts.
+      mark: part that every quantised layer has.
+      parts: all parts of a layer, some of which may be absent.
+      why_not_plain: function that returns the reason why a checkpoint with this ``quantization_config`` has more than
+        integer weights and cannot be read, or an empty string.
+      read: function that returns the codes of a layer, given ``quantization_config``, its name and its parts.
+      optional: parts that may be absent in all layers of a scheme.
+      scheme_of: function that returns the index of a layer's scheme, and which optional parts the scheme states.
     """
 
     method: str
@@ -59,33 +61,34 @@ class Layout:
 
 
 _WORDS = ("weight_packed", "qweight", "qzeros")
-"""Parts that hold several numbers in each of theirs."""
+"""Parts whose elements contain several codes each."""
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Settings by which the weights of a checkpoint are quantised; empty where they are not.
+    """Return the quantisation settings of a checkpoint; empty if it is not quantised.
 
-    Raises: CheckpointError for a method that has no name.
+    Raises: CheckpointError if the name of the method is not a string.
     """
     given = getattr(config, "quantization_config", None)
     found = {} if given is None else dict(given if isinstance(given, Mapping) else given.to_dict())
     method = found.get("quant_method")
     if method is not None and not isinstance(method, str):
         raise CheckpointError(
-            f"quantization_config in config.json has the quant_method {method!r}, which is no name; download it again"
+            f"quantization_config in config.json has the quant_method {method!r}, which is not a name; download it "
+            "again"
         )
     return found
 
 
 def method_of(config: Any) -> str:
-    """Method by which the weights of a checkpoint are quantised; empty where they are not."""
+    """Return the quantisation method of a checkpoint; empty if it is not quantised."""
     return str(settings_of(config).get("quant_method") or "")
 
 
 def codes_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> compressed.Read:
-    """The weight of a layer.
+    """Read the weight of a layer.
 
-    Raises: CheckpointError for parts that do not fit one another, UnsupportedModelError for what has no kernel.
+    Raises: CheckpointError for parts that do not fit together, UnsupportedModelError for weights without a kernel.
     """
     try:
         _check_kinds(parts)
@@ -94,9 +97,9 @@ def codes_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.T
         raise
     except (KeyError, RuntimeError, ValueError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
-        detail = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:100]
+        detail = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())[:100]
         raise CheckpointError(
-            f"the weights of {name} do not fit one another ({shapes}; {detail}): the file "
+            f"the weights of {name} do not fit together ({shapes}; {detail}): the file "
             "is damaged; download or copy it again"
         ) from None
 
@@ -104,13 +107,15 @@ def codes_of(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.T
 def check_optional(
     location: str, settings: Mapping[str, Any], layers: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Check that layers of one scheme have the same parts: without its zero points a layer has other weights.
+    """Check that all layers of a scheme have the same parts, since a layer without its zero points has other weights.
 
     Args:
+      location: directory or hub id, for messages.
+      settings: ``quantization_config`` of the checkpoint.
       layers: parts by layer, which `codes_of` has read.
 
-    Raises: CheckpointError for a layer without a part that others of its scheme have, and for a part that the settings
-      state and no layer has, unless writers are known to have left it out.
+    Raises: CheckpointError for a layer without a part that other layers of its scheme have, and for a part that the
+      settings state and no layer has, unless writers are known to omit it.
     """
     layout = LAYOUTS[settings["quant_method"]]
     schemes: dict[int, list[str]] = {}
@@ -123,25 +128,25 @@ def check_optional(
         if not lacking or not stated[number].get(part, len(lacking) < len(names)):
             continue
         if len(lacking) < len(names):
-            held = f"{len(names) - len(lacking)} other layers of the same scheme have theirs"
+            held = f"{len(names) - len(lacking)} other layers of the same scheme have it"
         elif layout.method != compressed.METHOD or not compressed.may_lack(settings, part):
-            held = "config.json states that these layers have theirs"
+            held = "config.json states that these layers have it"
         else:
             logger.warning(
-                "config.json of %s states that its layers have %s, and none has. Writers of compressed-tensors leave "
-                "it out where it has no effect, so it is read that way; if it was lost instead, texts are wrong.",
+                "config.json of %s states that its layers have %s, but none has. Writers of compressed-tensors omit it "
+                "where it has no effect, so foredraft assumes that; if it was lost instead, the output is wrong.",
                 location,
                 part,
             )
             continue
         raise CheckpointError(
-            f"{location} lacks {lacking[0]}.{part} ({len(lacking)} of {len(names)} layers), and {held}: without it, "
-            "the weights would be others. The file is damaged or incomplete; download or save the checkpoint again"
+            f"{location} lacks {lacking[0]}.{part} ({len(lacking)} of {len(names)} layers), but {held}: without it, "
+            "the weights would be wrong. The file is damaged or incomplete; download or save the checkpoint again"
         )
 
 
 def _check_kinds(parts: Mapping[str, torch.Tensor]) -> None:
-    """Raises: ValueError for numbers of a kind that no layout has, and for scales that are not finite."""
+    """Raise ValueError for codes of a dtype that no layout has, and for scales that are not finite."""
     for part, tensor in parts.items():
         if part.endswith(("scale", "scales")):
             if not tensor.is_floating_point():
@@ -153,15 +158,15 @@ def _check_kinds(parts: Mapping[str, torch.Tensor]) -> None:
 
 
 GPTQ_PARTS = ("qweight", "qzeros", "scales", "g_idx")
-"""Of a layer."""
+"""Names of the tensors of a layer."""
 _GROUPS = ("group_size", "q_group_size")
 _AWQ_BITS = 4
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word its eight outputs lie
-_UNKNOWN = "its {} is {}, and {} is read"
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of its eight outputs
+_UNKNOWN = "its {} is {}, but only {} is supported"
 
 
 def why_not_gptq(settings: Mapping[str, Any]) -> str:
-    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
+    """Return the reason why a checkpoint has more than integer weights and cannot be read; empty if it can."""
     kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2"):
         return _UNKNOWN.format("format", kind, "gptq or gptq_v2")
@@ -173,21 +178,21 @@ def why_not_gptq(settings: Mapping[str, Any]) -> str:
     if settings.get("pack_dtype") not in (None, "int32"):
         return _UNKNOWN.format("pack_dtype", settings["pack_dtype"], "int32")
     changes = [name for name, each in (settings.get("dynamic") or {}).items() if each and not name.startswith("-:")]
-    return f"layers like {changes[0]} are quantised otherwise" if changes else ""
+    return f"layers like {changes[0]} have settings of their own" if changes else ""
 
 
 def read_gptq(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> Read:
-    """Codes of a layer, and the order of its inputs in them.
+    """Read the codes of a layer, and the order of its inputs in them.
 
-    Raises: KeyError, RuntimeError, ValueError, IndexError for parts that do not fit one another,
-      UnsupportedModelError for zero points that readers disagree on, and groups without a kernel.
+    Raises: KeyError, RuntimeError, ValueError, IndexError for parts that do not fit together,
+      UnsupportedModelError for zero points that readers interpret differently, and group sizes without a kernel.
     """
     bits, qweight, scales = int(settings["bits"]), parts["qweight"], parts["scales"]
     inputs, outputs = qweight.shape[0] * 32 // bits, qweight.shape[1]
     stored = unpacked(parts["qzeros"], bits, outputs, 1)
     if (settings.get("checkpoint_format") or settings.get("format")) != "gptq_v2":
-        if int(stored.max()) == 2**bits - 1:  # the next one, or 0, or carried into the neighbour
-            raise refusal(f"{name} has zero points of {2**bits}, which readers of gptq take otherwise each")
+        if int(stored.max()) == 2**bits - 1:  # readers disagree: the next number, 0, or a carry into the next code
+            raise refusal(f"{name} has zero points of {2**bits}, which readers of gptq interpret differently")
         stored = stored + 1
     return _read(name, unpacked(qweight, bits, inputs, 0).t(), bits, scales, stored, settings, parts.get("g_idx"))
 
@@ -195,12 +200,12 @@ def read_gptq(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.
 def gptq_scheme(
     settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]
 ) -> tuple[int, Mapping[str, bool]]:
-    """The one scheme; inputs in the order of activations (``desc_act``) have a group each."""
+    """Return the only scheme. Inputs in activation order (``desc_act``) have a group each in ``g_idx``."""
     return 0, {"g_idx": bool(settings.get("desc_act"))}
 
 
 def why_not_awq(settings: Mapping[str, Any]) -> str:
-    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
+    """Return the reason why a checkpoint has more than integer weights and cannot be read; empty if it can."""
     kind = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if kind != "gemm":
         return _UNKNOWN.format("version", kind, "gemm")
@@ -209,7 +214,7 @@ def why_not_awq(settings: Mapping[str, Any]) -> str:
 
 
 def read_awq(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> Read:
-    """As `read_gptq`."""
+    """Read the codes of a layer; see `read_gptq`."""
     qweight, scales = parts["qweight"], parts["scales"]
     outputs = scales.shape[1]
     order = torch.arange(outputs).view(-1, 8)[:, list(_AWQ_ORDER)].flatten()
@@ -226,7 +231,7 @@ def _read(
     settings: Mapping[str, Any],
     groups: torch.Tensor | None,
 ) -> Read:
-    """Of numbers (outputs, inputs), scales and zeros (groups, outputs), and the group of every input."""
+    """Build codes from numbers (outputs, inputs), scales and zeros (groups, outputs), and the group of every input."""
     inputs, count = numbers.shape[1], len(scales)
     given = next((int(settings[key]) for key in _GROUPS if settings.get(key) is not None), -1)
     size = given if given > 0 else inputs
@@ -247,43 +252,43 @@ TORCHAO = "torchao"
 _QDATA = "_weight_qdata"
 _ZERO = "_weight_zero_point"
 TORCHAO_PARTS = (_QDATA, "_weight_scale", _ZERO)
-"""Of a layer."""
+"""Names of the tensors of a layer."""
 _BITS = {"int4": 4, "int8": 8}
 _PLAIN = ("Int8WeightOnlyConfig", "IntxWeightOnlyConfig")
 _GRAINS = ("PerRow", "PerGroup", "PerAxis")
 
 
 def why_not_torchao(settings: Mapping[str, Any]) -> str:
-    """Reason why a checkpoint is more than whole numbers for weights; empty where it is not."""
+    """Return the reason why a checkpoint has more than integer weights and cannot be read; empty if it can."""
     given = settings.get("quant_type")
     chosen = given.get("default") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(chosen, Mapping):
-        return f"its quant_type is {given!r}, and a configuration for all layers is read"
+        return f"its quant_type is {given!r}, but only a configuration for all layers is supported"
     if len(given) > 1 or chosen.get("_type") not in _PLAIN:
         others = [str(name) for name in given if name != "default"]
         found = (
             f"{others[0]} has a configuration of its own" if others else f"its configuration is {chosen.get('_type')}"
         )
-        return f"{found}, and {' or '.join(_PLAIN)} for all layers is read"
+        return f"{found}, but only {' or '.join(_PLAIN)} for all layers is supported"
     if chosen.get("_version", 1) < 2:
-        return f"its configuration has version {chosen.get('_version', 1)}, which is pickled; 2 is read"
+        return f"its configuration has version {chosen.get('_version', 1)}, which is pickled; only 2 is supported"
     data = chosen.get("_data") or {}
     packing = (data.get("intx_packing_format") or {}).get("_data", "UNPACKED_TO_INT8")
     if packing != "UNPACKED_TO_INT8":
-        return f"its numbers are in the format {packing}, and UNPACKED_TO_INT8 is read"
+        return f"its codes are in the format {packing}, but only UNPACKED_TO_INT8 is supported"
     if _torchao_bits(settings) is None:
-        return f"its weights are {data['weight_dtype'].get('_data')}; int4 or int8 is read"
+        return f"its weights are {data['weight_dtype'].get('_data')}, but only int4 and int8 are supported"
     grain = data.get("granularity") or {}
     if grain.get("_type", "PerRow") not in _GRAINS or (grain.get("_data") or {}).get("axis", 0) != 0:
-        return f"its scales are {grain.get('_type')}, and {', '.join(_GRAINS)} (axis 0) are read"
+        return f"its scales are {grain.get('_type')}, but only {', '.join(_GRAINS)} (axis 0) are supported"
     return ""
 
 
 def read_torchao(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> Read:
-    """The codes of a layer.
+    """Read the codes of a layer.
 
-    Raises: KeyError, RuntimeError, ValueError for parts that do not fit one another, UnsupportedModelError for groups
-      without a kernel.
+    Raises: KeyError, RuntimeError, ValueError for parts that do not fit together, UnsupportedModelError for group
+      sizes without a kernel.
     """
     numbers, scales, bits = parts[_QDATA], parts["_weight_scale"], _torchao_bits(settings)
     zeros = parts.get(_ZERO, torch.zeros(scales.shape, dtype=torch.int8))
@@ -294,7 +299,7 @@ def read_torchao(settings: Mapping[str, Any], name: str, parts: Mapping[str, tor
         raise ValueError(f"{numbers.shape[1]} inputs in {scales.shape[1]} groups")
     for each in (numbers, zeros):
         if int(each.min()) < -half or int(each.max()) >= half:
-            raise ValueError(f"numbers of more than {bits} bits")
+            raise ValueError(f"codes of more than {bits} bits")
     codes, of_zeros = ((each.to(torch.int16) + half).to(torch.uint8) for each in (numbers, zeros))
     size = numbers.shape[1] // scales.shape[1]
     return Read(by_groups(name, codes, bits, scales, whole_zeros(of_zeros, bits), size))
@@ -303,13 +308,13 @@ def read_torchao(settings: Mapping[str, Any], name: str, parts: Mapping[str, tor
 def torchao_scheme(
     settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]
 ) -> tuple[int, Mapping[str, bool]]:
-    """The one scheme; ``IntxUnpackedToInt8Tensor`` always has zero points, and ``Int8Tensor`` may."""
+    """Return the only scheme. ``IntxUnpackedToInt8Tensor`` always has zero points, ``Int8Tensor`` may have them."""
     is_intx = settings["quant_type"]["default"].get("_type") == "IntxWeightOnlyConfig"
     return 0, {_ZERO: True} if is_intx else {}
 
 
 def _torchao_bits(settings: Mapping[str, Any]) -> int | None:
-    """Bits of a number; None for other kinds."""
+    """Return the bits of a code; None for types other than int4 and int8."""
     data = settings["quant_type"]["default"].get("_data") or {}
     return _BITS.get((data.get("weight_dtype") or {}).get("_data", "int8"))
 

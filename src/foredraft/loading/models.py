@@ -1,4 +1,4 @@
-"""From what a user names to models and tokenizers in memory, with typed errors for everything that can go wrong."""
+"""Loading of models and tokenizers by name, with a typed error for every failure."""
 
 from __future__ import annotations
 
@@ -53,20 +53,23 @@ def load_model(
     with_tokenizer: bool = True,
     cache_packed: bool = False,
 ) -> Loaded:
-    """Load a model, or take one that is loaded already.
+    """Load a model by name, or prepare one that is loaded already.
 
     Args:
-      model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a model, which keeps its dtype and device.
-      part: "target" or "draft", of a model of the zoo.
-      dtype: "auto" is the checkpoint's own where that is no slower, else float32 (`choose_dtype`).
-      device: "auto" is the GPU where there is one.
-      gguf_file: in the directory or at the hub id, to be read instead of other weights.
-      quantization: "int8" or "int4": round linear layers to so many bits. A model that is loaded already is rounded by
-        its adapter.
-      weights: "stored": multiply by the quantised weights of a GGUF file as they lie in it.
-      widest_dtype: what "auto" takes instead of anything wider.
-      with_tokenizer: read the one beside the model too.
-      cache_packed: take packed weights that were kept of it, or let `adapter_of` keep them; of a model on a CPU.
+      model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model, which keeps its dtype and device.
+      part: "target" or "draft", for a model of the zoo.
+      dtype: "auto" is the checkpoint's dtype where that is not slower, else float32 (`choose_dtype`).
+      device: "auto" is the GPU if there is one, else the CPU.
+      revision: branch, tag or commit of a hub id.
+      trust_remote_code: run modelling code from the checkpoint.
+      gguf_file: name of a GGUF file in the directory or at the hub id, which is read instead of other weights.
+      quantization: "int8" or "int4": round linear layers to 8 or 4 bits. The adapter rounds a model that is loaded
+        already.
+      weights: "stored": multiply by the quantised weights of a GGUF file in their own format.
+      widest_dtype: dtype that "auto" uses instead of any wider one.
+      with_tokenizer: load the tokenizer of the model as well.
+      cache_packed: read packed weights from the cache if there is a copy, and otherwise let `adapter_of` store one.
+        Requires a CPU.
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
@@ -103,10 +106,10 @@ def load_model(
     elif isinstance(front, Header):
         loaded = _load_gguf(source, front, chosen, config_of())
     elif blocks is None or chosen == stored:
-        # weights that are rounded are read as they lie in the file: they need no copy in another dtype first
+        # Weights that will be rounded are read in the checkpoint's dtype, since a copy in another dtype is not needed.
         as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
         loaded = _load_weights(source, front, as_stored)
-    else:  # what was converted is what the blocks stand for in the dtype of the conversion alone
+    else:  # weights of the zoo that were converted equal the GGUF blocks only in the dtype of the conversion
         loaded = _load_gguf(source, blocks, chosen)
     loaded = loaded.to(place).eval()
     found = replace(Loaded.of(loaded, source.name, True, tokenizer, stored, quantization), packed_copy=copy)
@@ -120,7 +123,7 @@ def load_model(
 
 
 def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
-    """The adapter of a model that was loaded; its packed weights are kept where that was asked for."""
+    """Return the adapter of a loaded model, and store its packed weights if `load_model` got ``cache_packed``."""
     lm = CausalLM(
         loaded.model,
         execution=execution,
@@ -136,17 +139,17 @@ def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> 
 
 
 def is_zoo(model: object) -> bool:
-    """Whether a model is named by the zoo, whose manifest says what it brings along."""
+    """Whether the name is that of a model of the zoo, whose manifest lists the included drafters."""
     return isinstance(model, str) and model.startswith(ZOO)
 
 
 def load_tokenizer(tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer by name, or the one given."""
+    """Load a tokenizer by name, or return the one given."""
     if isinstance(tokenizer, (str, os.PathLike)):
         source = resolve(tokenizer, part="tokenizer")
         found = load_tokenizer_of(source, "tokenizer")
         if found is None:
-            raise CheckpointError(f"{source.name} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)})")
+            raise CheckpointError(f"{source.name} contains no tokenizer (looked for {', '.join(TOKENIZER_FILES)})")
         return found
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"tokenizer is {type(tokenizer).__name__}; give a directory, a hub id or a loaded tokenizer")
@@ -154,7 +157,7 @@ def load_tokenizer(tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase) 
 
 
 def load_tokenizer_of(source: Source, part: str = "target") -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside a model; None where a directory holds none."""
+    """Load the tokenizer of a model; None if its directory contains none."""
     if source.is_gguf:
         return read_tokenizer(_header(source))
     if source.name.startswith(ZOO):
@@ -167,13 +170,13 @@ def load_tokenizer_of(source: Source, part: str = "target") -> PreTrainedTokeniz
 
 
 def tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in the directory a loaded model came from, if it is still there. Asks no hub."""
+    """Load the tokenizer from the directory of a loaded model; None if there is none. Makes no request to the hub."""
     location = str(getattr(model, "name_or_path", "") or "")
     return load_tokenizer_of(Source(location, location)) if location and os.path.isdir(location) else None
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device to load to; "auto" and None mean the GPU where there is one."""
+    """Return the device to load to; "auto" and None mean the GPU if there is one, else the CPU."""
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -181,7 +184,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device is {device!r}: {error}; write cpu, cuda or cuda:0") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r}, but torch sees no GPU here; use cpu")
+        raise ConfigError(f"device is {device!r}, but torch sees no GPU on this machine; use cpu")
     return chosen
 
 
@@ -193,13 +196,13 @@ def _check_kept(
     weights: str | None,
     cache_packed: bool,
 ) -> None:
-    """A loaded model is not converted or moved behind its owner's back."""
+    """Refuse options that would convert or move a loaded model, which belongs to the caller."""
     if cache_packed:
-        raise ConfigError("cache_packed keeps what is loaded by name, and the model is loaded already; leave it out")
+        raise ConfigError("cache_packed requires a model given by name, but the model is loaded already; leave it out")
     if weights is not None:
-        raise ConfigError(f"weights is {weights!r}, and the model is loaded already; give its GGUF file")
+        raise ConfigError(f"weights is {weights!r}, but the model is loaded already; give its GGUF file instead")
     if gguf_file is not None:
-        raise ConfigError(f"gguf_file is {gguf_file!r}, and the model is loaded already; give a directory or a hub id")
+        raise ConfigError(f"gguf_file is {gguf_file!r}, but the model is loaded already; give a directory or a hub id")
     if dtype != "auto" and choose_dtype(dtype, model.device) != model.dtype:
         raise ConfigError(
             f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; convert it with model.to(...)"
@@ -211,28 +214,29 @@ def _check_kept(
 
 
 def _is_on(own: torch.device, wanted: torch.device) -> bool:
-    """Whether a model lies where it is wanted: on that very device, or on any of a kind where no number is said."""
+    """Whether a model is on the given device. A device without an index matches any of its type."""
     return own.type == wanted.type and wanted.index in (None, own.index)
 
 
 def _config(source: Source) -> Any:
-    """The configuration, of a model that can be decoded here at all."""
+    """Load the configuration and refuse an encoder-decoder model."""
     with as_checkpoint_error(source, "configuration"):
         config = AutoConfig.from_pretrained(source.location, **source.options)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{source.name} is an encoder-decoder model ({config.model_type}); foredraft decodes causal language models"
+            f"{source.name} is an encoder-decoder model ({config.model_type}); foredraft decodes only causal language "
+            "models"
         )
     return config
 
 
 def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
-    """The model in this dtype; every weight comes from the checkpoint."""
+    """Load the model in this dtype and check that the checkpoint contains every weight."""
     method, quiet = method_of(config), no_progress_bars() if source.name.startswith(ZOO) else nullcontext()
-    if method and not AutoHfQuantizer.supports_quant_method(settings_of(config)):  # it would take codes for weights
+    if method and not AutoHfQuantizer.supports_quant_method(settings_of(config)):  # codes would be read as weights
         raise UnsupportedModelError(
-            f"{source.name} has the layout of {method}, which neither foredraft nor transformers "
-            f"{transformers.__version__} reads; load the model that it was made from, with quantization='int8'"
+            f"{source.name} has weights in the layout of {method}, which neither foredraft nor transformers "
+            f"{transformers.__version__} can read; load the original model with quantization='int8'"
         )
     with as_checkpoint_error(source, "weights", method), quiet:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -243,66 +247,66 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
     codes = sorted(name for name in report["unexpected_keys"] if name.endswith(marks))
     if codes and not method:
         raise CheckpointError(
-            f"{source.name} holds rounded numbers for weights ({codes[0]}, ...), and its config.json does not say "
-            "how they were made: add a quantization_config with quant_method, bits and group_size (those of "
-            "quantize_config.json or quant_config.json, where one lies beside it)"
+            f"{source.name} contains quantised weights ({codes[0]}, ...), but its config.json does not say "
+            "how they were made: add a quantization_config with quant_method, bits and group_size (from "
+            "quantize_config.json or quant_config.json, if the directory contains one)"
         )
     if missing:
         raise CheckpointError(
             f"{source.name} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
-            "would start out random; download or save the checkpoint again"
+            "would have random values; download or save the checkpoint again"
         )
     return model
 
 
 def _load_gguf(source: Source, header: Header, dtype: torch.dtype, config: Any = None) -> Any:
-    """The model in a GGUF file, in this dtype."""
+    """Load the model of a GGUF file in this dtype."""
     with as_checkpoint_error(source, "model"):
         return gguf_model.load(header, dtype, config)
 
 
 def _reads_codes(source: Source, config: Any, weights: str | None, quantization: str | None) -> bool:
-    """Whether a checkpoint in one of `LAYOUTS` is read here; what is not plain is left to transformers.
+    """Whether foredraft reads the codes of a checkpoint in one of `LAYOUTS`; transformers reads all other settings.
 
-    Raises: ConfigError where it should be rounded once more, UnsupportedModelError where stored weights are asked for,
-      CheckpointError for settings that are damaged.
+    Raises: ConfigError if the codes should be rounded once more, UnsupportedModelError if ``weights`` is set and
+      foredraft cannot read the codes, CheckpointError for damaged settings.
     """
     layout, settings = LAYOUTS[method_of(config)], settings_of(config)
     try:
         reason = layout.why_not_plain(settings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"quantization_config in config.json of {source.name} is not that of {layout.method} ({error}); download "
+            f"quantization_config in config.json of {source.name} is not valid for {layout.method} ({error}); download "
             "or copy config.json again"
         ) from None
     if reason and weights is not None:
         raise UnsupportedModelError(
-            f"weights is {weights!r}, and {source.name} is not plain {layout.method}: {reason}. Leave weights out, "
-            "or load the model that it was made from with quantization='int8'"
+            f"weights is {weights!r}, and foredraft cannot read {layout.method} weights of {source.name}: {reason}. "
+            "Leave weights out, or load the original model with quantization='int8'"
         )
     if not reason and quantization is not None:
         raise ConfigError(
-            f"quantization is {quantization!r}, and weights of {source.name} are whole numbers already; leave it out"
+            f"quantization is {quantization!r}, but the weights of {source.name} are integers already; leave it out"
         )
     return not reason
 
 
 def _blocks(source: Source, front: Any) -> Header:
-    """The front of the GGUF file of a model; of the zoo, of the file that it comes from.
+    """Read the header of a model's GGUF file; for a model of the zoo, of the file that it was converted from.
 
-    Raises: ConfigError, UnsupportedModelError for a model without.
+    Raises: ConfigError, UnsupportedModelError for a model without such a file.
     """
     if isinstance(front, Header):
         return front
     if method := method_of(front):
         raise UnsupportedModelError(
-            f"weights is {STORED!r}, and {source.name} has the layout of {method}, which is not read; leave "
-            "weights out, or load the model that it was made from with quantization='int4'"
+            f"weights is {STORED!r}, but the layout {method} of {source.name} is not supported; leave weights out, or "
+            "load the original model with quantization='int4'"
         )
     file = zoo.stored_file(source.name) if source.name.startswith(ZOO) else None
     if file is None:
         raise ConfigError(
-            f"weights is {STORED!r}, and {source.name} has no GGUF file; leave weights out, or take quantization='int8'"
+            f"weights is {STORED!r}, but {source.name} has no GGUF file; leave weights out, or use quantization='int8'"
         )
     header = read_header(file)
     gguf_model.check_readable(header)
@@ -310,7 +314,7 @@ def _blocks(source: Source, front: Any) -> Header:
 
 
 def _header(source: Source) -> Header:
-    """The front of a GGUF file, which is fetched where it is at a hub."""
+    """Read the header of a GGUF file, which is downloaded if it is on the hub."""
     location = source.location
     if source.gguf_file is not None:
         with as_checkpoint_error(source, "GGUF file"):
@@ -319,7 +323,7 @@ def _header(source: Source) -> Header:
 
 
 def _config_of(source: Source, front: Any) -> Any:
-    """The configuration as `transformers` has it; of a GGUF file it takes seconds to read."""
+    """Return the configuration of transformers. For a GGUF file this takes seconds."""
     if not isinstance(front, Header):
         return front
     with as_checkpoint_error(source, "model"):
@@ -327,7 +331,7 @@ def _config_of(source: Source, front: Any) -> Any:
 
 
 def _without_weights(source: Source, config_of: Callable[[], Any]) -> torch.nn.Module:
-    """The modules of a model, which have no weights.
+    """Build the modules of a model on the meta device, without weights.
 
     Raises: CheckpointError, UnsupportedModelError.
     """

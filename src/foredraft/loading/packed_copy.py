@@ -1,7 +1,7 @@
-"""Packed weights of a model, kept in the cache folder: the next load reads them instead of packing them again.
+"""Copies of packed weights in the cache folder. The next load reads a copy instead of packing the weights again.
 
-A copy holds everything that loading computes about weights, and is of one source: of its files as they were, of one
-way to load them, for one instruction set, by one version of each library. Whatever is not that is told, and made again.
+A copy contains everything that loading computes about weights. It is valid only for the same source files, load
+settings, instruction set and library versions. A copy that does not match is reported in the log and made again.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from foredraft.progress import no_progress_bars
 logger = logging.getLogger("foredraft")
 
 FORMAT = 1
-"""Raised when something else is written than before."""
+"""Version of the file contents; increased when they change."""
 LOOKED_AT = 2**20
-"""Bytes at both ends of a file of a source that are hashed."""
+"""Bytes at each end of a source file that are hashed."""
 SUFFIX = ".packed"
 
 
 def check_cache_packed(cache_packed: bool, execution: str) -> None:
-    """Raises: ConfigError where nothing is packed that could be kept."""
+    """Raise ConfigError if the execution mode packs no weights, so that there is nothing to keep."""
     if cache_packed and execution == "eager":
-        raise ConfigError("cache_packed keeps packed weights, and execution='eager' packs none; leave one of them out")
+        raise ConfigError("cache_packed keeps packed weights, but execution='eager' packs none; leave one of them out")
 
 
 @dataclass(frozen=True)
 class PackedCopy:
-    """A place for the packed weights of a model.
+    """Location of a copy of a model's packed weights.
 
     Args:
-      name: of the model, for messages.
-      file: where they are, or will be.
-      source: whose weights they are.
-      blocks: GGUF file that is read besides.
-      way: how they are loaded.
+      name: name of the model in messages.
+      file: path of the copy, which may not exist yet.
+      source: source of the weights.
+      blocks: GGUF file that is read in addition.
+      way: settings with which the weights are loaded.
     """
 
     name: str
@@ -80,9 +80,9 @@ class PackedCopy:
         quantization: str | None,
         weights: str | None,
     ) -> PackedCopy:
-        """In the cache folder, in ``packed``. Raises: ConfigError for a device that has no packed weights."""
+        """Choose a file in the folder ``packed`` of the cache. Raises: ConfigError for a device other than a CPU."""
         if device.type != "cpu":
-            raise ConfigError(f"cache_packed keeps weights as CPUs read them, and the device is {device}; leave it out")
+            raise ConfigError(f"cache_packed keeps weights packed for CPUs, but the device is {device}; leave it out")
         kernels = library()
         way = {
             "dtype": str(dtype).removeprefix("torch."),
@@ -98,14 +98,14 @@ class PackedCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file; 0 where there is none."""
+        """Size of the file in bytes; 0 if it does not exist."""
         try:
             return self.file.stat().st_size
         except OSError:
             return 0
 
     def key(self) -> dict[str, Any]:
-        """Sources, settings and versions that a usable copy was made from."""
+        """Return the source files, settings and versions that a valid copy was made from."""
         return {
             **_versions(),
             "way": dict(self.way),
@@ -113,9 +113,9 @@ class PackedCopy:
         }
 
     def read(self) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-        """The model, and facts that `keep` was given; None where there is no copy, or none that can be used.
+        """Read the model and the facts that `keep` stored; None if there is no valid copy.
 
-        Why a copy is not used is logged in one line.
+        One log line gives the reason why a copy is not used.
         """
         if library() is None or not self.file.exists():
             return None
@@ -126,20 +126,21 @@ class PackedCopy:
             if differing:
                 raise DamagedFileError(f"it was made from other {' and '.join(differing)}")
             return model_of(kept.about, kept.read()), kept.about["facts"]
-        except Exception as error:  # of a file that is not what was written; loading goes on without it
+        except Exception as error:  # whatever is wrong with the file, loading continues without it
             detail = " ".join(str(error).split())[:200]
             told = detail if isinstance(error, DamagedFileError) else f"{type(error).__name__}: {detail}"
-            logger.warning("the packed copy %s is not used, and made again: %s", self.file, told)
+            logger.warning("the packed copy %s is not used and will be made again: %s", self.file, told)
             return None
 
     def keep(self, lm: CausalLM, model: PreTrainedModel, facts: Mapping[str, Any]) -> bool:
-        """Write the weights of a model as they are packed; whether that was done.
+        """Store the packed weights of a model and return whether that succeeded.
 
-        What prevents it is logged in one line; the model is as good without.
+        A failure is logged in one line. The model works without the copy.
 
         Args:
-          lm: its adapter.
-          facts: that `read` gives back: JSON.
+          lm: adapter of the model.
+          model: the model.
+          facts: JSON values that `read` returns.
         """
         if reason := why_not_kept(lm, model):
             logger.warning("no packed copy of %s is kept: %s", self.name, reason)
@@ -165,11 +166,13 @@ class PackedCopy:
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file in the folder of packed copies, of any model and way to load it.
+    """A file in the folder of packed copies, of any model and any settings.
 
     Args:
-      settings: it was loaded by; empty where it cannot be read.
-      why_unused: why no load reads it; empty where one with these settings may.
+      file: path of the file.
+      num_bytes: its size.
+      settings: settings with which the weights were loaded; empty if the file cannot be read.
+      why_unused: reason why no load uses the file; empty if a load with these settings may use it.
     """
 
     file: str
@@ -179,21 +182,21 @@ class KeptFile:
 
 
 def kept_files() -> list[KeptFile]:
-    """Every file there, by name: copies of other settings and versions, and what writers left that were ended."""
+    """List every file in the folder by name, including outdated copies and incomplete files of interrupted writers."""
     folder, found = cache_folder("packed"), []
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         try:
             num_bytes = file.stat().st_size
-        except OSError:  # it went away meanwhile
+        except OSError:  # the file was deleted in the meantime
             continue
         found.append(KeptFile(str(file), num_bytes, *_settings_of(file)))
     return found
 
 
 def _settings_of(file: Path) -> tuple[str, str]:
-    """Settings of a copy, and the reason why no load reads it."""
+    """Return the settings of a copy, and the reason why no load uses it."""
     if file.suffix != SUFFIX:
-        return "", "it was not finished, unless a process writes it now"
+        return "", "it is incomplete, unless a process is writing it now"
     try:
         key = TensorFile(file).about["key"]
         settings = " ".join(f"{name}={value}" for name, value in key["way"].items() if value is not None)
@@ -210,7 +213,7 @@ def _settings_of(file: Path) -> tuple[str, str]:
 
 
 def _files_of(source: Source, blocks: Path | None) -> list[Path]:
-    """Every file that a model may be read from."""
+    """Return every file that a model may be read from."""
     place = Path(source.location)
     if not source.is_local:
         wanted = source.gguf_file or "config.json"
@@ -223,7 +226,7 @@ def _files_of(source: Source, blocks: Path | None) -> list[Path]:
 
 
 def _versions() -> dict[str, Any]:
-    """Versions of the libraries that make a copy."""
+    """Return the versions of the format and of the libraries that make a copy."""
     return {
         "format": FORMAT,
         "foredraft": f"{foredraft.__version__} {source_digest()}",
@@ -233,7 +236,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _stamp(file: Path) -> list[int]:
-    """Size and time of change; empty for a file that is gone."""
+    """Return size and modification time; empty if the file does not exist."""
     try:
         found = file.stat()
     except OSError:
@@ -242,7 +245,7 @@ def _stamp(file: Path) -> list[int]:
 
 
 def _fingerprint(file: Path) -> list[Any]:
-    """Name, size, time of change, and a hash of both ends: a head is at one of them."""
+    """Return name, size, modification time and a hash of both ends of a file; its header is at one of the ends."""
     size, changed = _stamp(file)
     digest = hashlib.sha256()
     with file.open("rb") as stream:
@@ -253,21 +256,21 @@ def _fingerprint(file: Path) -> list[Any]:
 
 
 def why_not_kept(lm: CausalLM, model: PreTrainedModel) -> str:
-    """Why packed weights of a model cannot be kept; empty where they can be."""
+    """Return the reason why a model's packed weights cannot be stored; empty if they can."""
     if not lm.execution.products:
-        return "nothing of it is packed"
+        return "none of its layers is packed"
     if any(not isinstance(product.matrix, PackedMatrix) for product in lm.execution.products):
-        return "some layers do not run by the library's own kernels"
+        return "some layers do not use the library's own kernels"
     for each in (model, model.config):
         if not type(each).__module__.startswith("transformers."):
-            return f"{type(each).__name__} is code of its own"
+            return f"{type(each).__name__} is not a class of transformers"
     dtypes = {tensor.dtype for tensor in (*lm.shadow.parameters(), *lm.shadow.buffers())}
     odd = [str(dtype) for dtype in dtypes - set(DTYPES.values())]
-    return f"it holds tensors of {', '.join(odd)}" if odd else ""
+    return f"it contains tensors of {', '.join(odd)}" if odd else ""
 
 
 def described(lm: CausalLM, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Description of a model besides its tensors, and the tensors."""
+    """Return a JSON description of a model without its tensors, and the tensors."""
     shadow, tensors = lm.shadow, dict[str, torch.Tensor]()
     released = {}
     for name, weight in shadow.named_parameters(remove_duplicate=False):
@@ -321,9 +324,9 @@ def described(lm: CausalLM, model: PreTrainedModel) -> tuple[dict[str, Any], dic
 
 @torch.inference_mode(False)
 def model_of(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """The model that `described` was given.
+    """Rebuild the model from the values that `described` returned.
 
-    Raises: many things, for a model that is built in another way now.
+    Raises: exceptions of many types, if transformers now builds the model differently.
     """
     kernels = library()
     assert kernels is not None
@@ -331,7 +334,7 @@ def model_of(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> P
     for name, (shape, dtype) in about["released"].items():
         held[name] = torch.full((), torch.nan, dtype=DTYPES[dtype]).expand(shape)
     config = _class(about["config"]).from_dict(about["settings"])
-    state = {name: held[name] for name in about["state"]}  # of tied ones the first
+    state = {name: held[name] for name in about["state"]}  # only the first name of tied weights
     with no_progress_bars():
         model: PreTrainedModel = _class(about["model"]).from_pretrained(
             None, config=config, state_dict=state, dtype=DTYPES[about["dtype"]]
@@ -361,21 +364,21 @@ def model_of(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> P
 
 
 def _hold(model: nn.Module, held: Mapping[str, torch.Tensor]) -> None:
-    """Let a model hold these very tensors."""
+    """Replace the tensors of a model with these."""
     own = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     if own.keys() != held.keys() or any(own[name].shape != held[name].shape for name in own):
         odd = sorted(own.keys() ^ held.keys()) or [name for name in own if own[name].shape != held[name].shape]
-        raise ValueError(f"the model has another {odd[0]} than was kept")
+        raise ValueError(f"the model has another {odd[0]} than the copy")
     for name, tensor in own.items():
         tensor.data = held[name]
 
 
 def _class(named: Sequence[str]) -> Any:
-    """A class of transformers. Raises: ValueError for any other."""
+    """Import a class of transformers. Raises: ValueError for any other class."""
     module, name = named
     if not module.startswith("transformers."):
-        raise ValueError(f"{module} is no part of transformers")
+        raise ValueError(f"{module} is not part of transformers")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""A drafter for a target: the right one, with the same tokenizer, from one `SpeculativeConfig`."""
+"""Choice, loading and checks of the drafter for a target, from one `SpeculativeConfig`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Drafting:
-    """A way of drafting, ready to start.
+    """A drafting method that is loaded and ready to use.
 
     Args:
-      config: with the drafters that method ``auto`` chooses from; without the model of ``draft_model``.
-      new_drafter: makes a drafter without state, as often as one is needed.
-      model, info: of the method ``draft_model``.
-      heads: names of the heads that draft, of methods that have one.
-      is_governed: whether measured costs decide how much is drafted.
-      profile: with which they begin.
+      config: the config, with the drafters that method ``auto`` chooses from and without a loaded draft model.
+      new_drafter: function that makes a new drafter without state.
+      model, info: draft model of the method ``draft_model`` and its description.
+      heads: names of the heads that draft, for methods with heads.
+      is_governed: whether measured costs decide the draft size.
+      profile: profile that the governor starts with.
     """
 
     config: SpeculativeConfig
@@ -55,7 +55,7 @@ class Drafting:
     )
 
     def governor(self, target: CausalLM, drafter: Drafter) -> governing.Governor | None:
-        """The governor of all engines in which this drafts, as long as the target runs as it does; if there is one."""
+        """Return the governor shared by all engines with this drafting, one per execution; None if not governed."""
         if not self.is_governed:
             return None
         if target.execution not in self._governor_of:
@@ -63,24 +63,24 @@ class Drafting:
         return self._governor_of[target.execution]
 
     def refresh(self) -> None:
-        """Follow a drafter that its owner has changed; see `CausalLM.refresh`."""
+        """Update the drafter after changes by the owner of its model; see `CausalLM.refresh`."""
         if self.model is not None:
             self.model.refresh()
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """A target in search of a drafter.
+    """A target and the options for loading its drafter.
 
     Args:
-      loaded, target: the model, and its adapter.
-      tokenizer: of the target, where one is known.
-      zoo_name: of a target of the zoo, which brings along what drafters need.
-      execution, trust_remote_code: for a drafter that is a model.
-      dtype: that the user chose for all that is loaded; "auto" takes the drafter's own, and nothing wider than the
+      loaded, target: the model and its adapter.
+      tokenizer: tokenizer of the target, if it is known.
+      zoo_name: name of a target of the zoo, which may include drafters.
+      execution, trust_remote_code: options for a drafter that is a model.
+      dtype: dtype that the user chose for all models. "auto" is the drafter's own dtype, but not a wider one than the
         target's.
-      profile: of costs and acceptance, measured before.
-      cache_packed: keep packed weights of a drafter that is a model, too.
+      profile: costs and acceptance rates measured before.
+      cache_packed: also cache the packed weights of a drafter that is a model.
     """
 
     loaded: Loaded
@@ -94,11 +94,11 @@ class Pairing:
     cache_packed: bool = False
 
     def drafting(self, config: SpeculativeConfig) -> Drafting:
-        """Load what the config asks for and check that it fits.
+        """Load the drafter that the config describes, and check that it fits the target.
 
         Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
         """
-        if self.profile is not None:  # of another model: refused where nothing is governed, too
+        if self.profile is not None:  # refuses a profile of another model, even if nothing is governed
             self.profile.difference(facts_of(self.target))
         config = self._with_companions(config)
         zoo_name = self.zoo_name or zoo.name_of(self.loaded.model.name_or_path)
@@ -113,12 +113,12 @@ class Pairing:
         draft = self._load(name, part)
         self._check(draft)
         lm = adapter_of(draft, self.execution)
-        nameless = config.without_model()  # what is kept must not keep the user's model alive
+        nameless = config.without_model()  # the stored config must not keep the user's model alive
         make = drafter_factory(nameless, replace(context, draft_model=lm))
         return Drafting(nameless, make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
 
     def _with_companions(self, config: SpeculativeConfig) -> SpeculativeConfig:
-        """The config, for method ``auto`` with the drafters that come with the model unless the user named others."""
+        """Return the config; for method ``auto`` with default drafters, add the drafters included with the model."""
         if config.method != "auto" or config.model is not None:
             return config
         if tuple(part.method for part in config.parts) != FREE:
@@ -128,7 +128,7 @@ class Pairing:
         return SpeculativeConfig(**{**config.as_dict(), "drafters": [*config.parts, *others]}) if others else config
 
     def _own_drafter(self, zoo_name: str | None) -> str | None:
-        """Name under which a target of the zoo includes its drafter, if it does."""
+        """Return the name under which a target of the zoo includes a draft model, or None."""
         return zoo_name if zoo_name is not None and zoo.brings(zoo_name, "draft") else None
 
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
@@ -160,7 +160,7 @@ class Pairing:
 
 
 def head_names(config: SpeculativeConfig, zoo_name: str | None = None) -> tuple[str, ...]:
-    """The heads that a config names, as messages call them, and those that a target of the zoo brings along instead."""
+    """Return the names of a config's heads for messages, and of heads that a target of the zoo includes."""
     names = []
     for part in config.parts:
         if not part.definition.drafts_with_heads:
@@ -171,20 +171,20 @@ def head_names(config: SpeculativeConfig, zoo_name: str | None = None) -> tuple[
         elif part.model is not None:
             names.append(str(part.model))
         elif zoo_name is not None and zoo.brings(zoo_name, asset):
-            names.append(f"{zoo_name}, {asset} (on board)")
+            names.append(f"{zoo_name}, {asset} (included)")
     return tuple(names)
 
 
 def check_no_head(name: Any, config: SpeculativeConfig) -> None:
-    """Refuse a head where a causal language model is wanted.
+    """Refuse a head in the place of a causal language model.
 
-    Raises: ConfigError, naming the method of that head.
+    Raises: ConfigError, which names the method for that head.
     """
     found = recognized(name)
     if found is not None:
         raise ConfigError(
-            f"{name} holds a head over a target's features, not a model that method {config.method!r} could draft "
-            f"with; use method {found.name!r}"
+            f"{name} contains a head that reads a target's features, not a model that method {config.method!r} could "
+            f"draft with; use method {found.name!r}"
         )
 
 
@@ -194,9 +194,9 @@ def check_no_head(name: Any, config: SpeculativeConfig) -> None:
 def check_same_tokenizer(
     target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, target_name: str, drafter_name: str
 ) -> None:
-    """Compare vocabularies, ids and special tokens. Padding of embeddings plays no part.
+    """Compare vocabularies, ids and special tokens. Padding of the embedding matrix is ignored.
 
-    Raises: TokenizerMismatchError, naming both and the first token that differs.
+    Raises: TokenizerMismatchError, which names both models and the first token that differs.
     """
     ours, theirs = _by_id(target), _by_id(drafter)
     for token_id in sorted(ours.keys() | theirs.keys()):
@@ -206,7 +206,7 @@ def check_same_tokenizer(
                 f"{_quoted(ours.get(token_id))} in the first and {_quoted(theirs.get(token_id))} in the second; "
                 "use a drafter that was trained with the target's tokenizer, or method 'ngram', which needs none"
             )
-    for name in ("bos_token", "unk_token"):  # a base model may end with another token than its chat model
+    for name in ("bos_token", "unk_token"):  # EOS may differ between a base model and its chat model
         first, second = getattr(target, name, None), getattr(drafter, name, None)
         if first is not None and second is not None and first != second:
             raise TokenizerMismatchError(
@@ -218,10 +218,10 @@ def check_same_tokenizer(
 def check_vocab_sizes(
     target_size: int, drafter_size: int, target_name: str, drafter_name: str, num_tokens: int | None = None
 ) -> None:
-    """Compare sizes where tokenizers are not known. One may be the other padded to a round multiple.
+    """Compare vocabulary sizes if the tokenizers are not known. One size may be the other, rounded up by padding.
 
     Args:
-      num_tokens: of the target's tokenizer, where it is known.
+      num_tokens: size of the target's tokenizer, if it is known.
 
     Raises: TokenizerMismatchError.
     """
@@ -235,7 +235,7 @@ def check_vocab_sizes(
 
 
 def _is_padded(size: int, padded: int) -> bool:
-    """Whether rounding ``size`` up to a usual multiple gives ``padded``: 50257 and 50304 (64)."""
+    """Whether ``padded`` is ``size`` rounded up to a usual multiple, such as 50257 and 50304 (64)."""
     return size == padded or any(-(-size // multiple) * multiple == padded for multiple in _PADDING_MULTIPLES)
 
 
@@ -249,12 +249,12 @@ def _quoted(token: str | None) -> str:
 
 
 def applicable(attempt: Callable[[SpeculativeConfig], object]) -> list[tuple[str, str | None]]:
-    """Every method with None, or with the reason why the model cannot draft with it at present.
+    """Return every method with None, or with the reason why the model cannot use it.
 
-    A method applies when its drafter can be made with its defaults.
+    A method is applicable if its drafter can be made with the default options.
 
     Args:
-      attempt: makes the drafter of a config, such as ``partial(drafter_factory, context=...)``.
+      attempt: function that makes the drafter of a config, such as ``partial(drafter_factory, context=...)``.
     """
     return [(name, _refusal(method, attempt)) for name, method in methods().items() if name != "none"]
 

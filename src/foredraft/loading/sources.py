@@ -1,4 +1,4 @@
-"""Names of models, resolved: a directory, a hub id, an entry of the zoo, or a GGUF file."""
+"""Resolution of model names: a directory, a hub id, an entry of the zoo, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a model.
+    """Location of a model.
 
     Args:
       location: a directory, a hub id, or a GGUF file.
-      name: how it is called in messages.
-      revision: of a hub id.
-      trust_remote_code: run modelling code that comes with the checkpoint.
-      gguf_file: of a hub id, to be fetched.
+      name: name in messages.
+      revision: branch, tag or commit of a hub id.
+      trust_remote_code: run modelling code from the checkpoint.
+      gguf_file: name of a GGUF file at a hub id, which is downloaded.
     """
 
     location: str
@@ -74,10 +74,10 @@ def resolve(
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
 ) -> Source:
-    """Decide what a name means.
+    """Find the source that a model name refers to.
 
-    Raises: CheckpointError for a path that does not exist, or a file that is not GGUF; ConfigError for what is
-      not a name, and for a directory with several GGUF files of which none is chosen.
+    Raises: CheckpointError for a path that does not exist, and for a file that is not GGUF; ConfigError for a value
+      that is not a name, and for a directory with several GGUF files if ``gguf_file`` selects none of them.
     """
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         raise ConfigError(f"model is {model!r}; give a directory, a hub id, zoo:NAME or a loaded PreTrainedModel")
@@ -87,14 +87,14 @@ def resolve(
             f"gguf_file is {gguf_file!r}, but {name} is a single model already; give it with a directory or hub id"
         )
     if name.startswith(ZOO):
-        if part == "draft" and not zoo.brings(name, part):  # then it is the model itself that is to draft
+        if part == "draft" and not zoo.brings(name, part):  # the model itself is to be the drafter
             part = "target"
         return Source(str(zoo.path(name, part)), name if part == "target" else f"{name} ({part})")
     location = os.path.expanduser(name)
     if os.path.isfile(location):
         if not location.endswith(".gguf") and not is_gguf(location):
             raise CheckpointError(
-                f"{name} is a file; give the directory that holds config.json and the weights, or a GGUF file"
+                f"{name} is a file; give the directory that contains config.json and the weights, or a GGUF file"
             )
         return Source(location, name)
     if os.path.isdir(location):
@@ -103,12 +103,12 @@ def resolve(
         return Source(location, name, revision, trust_remote_code) if file is None else Source(file, name)
     check_exists(name)
     if not _is_cached(name, revision):
-        logger.info("%s is not a directory here, so it is looked for at the hub", name)
+        logger.info("%s is not a local directory, so it is looked up on the hub", name)
     return Source(location, name, revision, trust_remote_code, gguf_file)
 
 
 def check_exists(model: object) -> None:
-    """Raises: CheckpointError for what can only be a path, and leads nowhere."""
+    """Raise CheckpointError for a name that can only be a path and does not exist."""
     if not isinstance(model, (str, os.PathLike)):
         return
     name = os.fspath(model)
@@ -120,14 +120,14 @@ def check_exists(model: object) -> None:
 
 
 def check_parts(config: SpeculativeConfig) -> None:
-    """Raises: CheckpointError, ConfigError for a model or file of a drafter that is not there; nothing is loaded."""
+    """Raise CheckpointError or ConfigError if the model or a file of a drafter does not exist. Loads nothing."""
     for part in config.parts:
         check_exists(part.model)
         part.options.check_paths()
 
 
 def _gguf_in(directory: str, name: str, wanted: str | None) -> str | None:
-    """The GGUF file to read in a directory: the one named, or the only one where there is no other model."""
+    """Return the GGUF file to read in a directory: the named one, or the only one if there is no other model."""
     if wanted is not None:
         file = os.path.join(directory, wanted)
         if os.path.isfile(file):
@@ -151,7 +151,7 @@ def _listed(directory: str) -> str:
 
 
 def nearby(name: str) -> str:
-    """A directory beside the place that a name would have here, as a question; empty where none is like it."""
+    """Suggest a directory with a name similar to that of a missing path; empty if there is none."""
     parent, wanted = os.path.split(name)
     try:
         found = [each.name for each in os.scandir(parent or ".") if each.is_dir()]
@@ -164,7 +164,7 @@ def nearby(name: str) -> str:
 def _is_cached(name: str, revision: str | None) -> bool:
     try:
         return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    except ValueError:  # not the form of a hub id
+    except ValueError:  # not a valid hub id
         return False
 
 
@@ -173,5 +173,5 @@ def _looks_like_path(name: str) -> bool:
 
 
 def has_tokenizer(directory: str) -> bool:
-    """Whether a directory holds a tokenizer."""
+    """Whether a directory contains a tokenizer."""
     return any((Path(directory) / file).exists() for file in TOKENIZER_FILES)

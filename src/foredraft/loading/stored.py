@@ -1,4 +1,4 @@
-"""Checkpoints whose linear layers are whole numbers: loaded without another copy of them, and saved."""
+"""Loading and saving of checkpoints with integer codes for linear layers, without a dequantised copy."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from foredraft.native.codes import Codes, Kind, QuantLayout, StoredCodes
 
 
 def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dtype) -> tuple[Any, str]:
-    """A model of a checkpoint in one of `LAYOUTS`, whose layers multiply by the codes in it.
+    """Load a checkpoint in one of `LAYOUTS`. Its linear layers multiply by the codes in the checkpoint.
 
     Args:
-      config: of it; its layout has nothing against its settings.
-      dtype: of everything else.
+      location: a directory or hub id.
+      revision: branch, tag or commit of a hub id.
+      config: configuration of the model, whose quantisation settings the layout supports.
+      dtype: dtype of all other tensors.
 
-    Returns: the model in evaluation mode, and what its weights are, for people.
+    Returns: the model in evaluation mode, and a readable list of its weight types.
     Raises: CheckpointError, UnsupportedModelError.
     """
     settings = settings_of(config)
@@ -50,8 +52,8 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
     }
     if not layers:
         raise CheckpointError(
-            f"{location} says in config.json that its weights have the layout of {layout.method}, and holds no layer "
-            "in it; if its weights are plain, remove quantization_config there, else download the checkpoint again"
+            f"config.json of {location} states weights in the layout of {layout.method}, but no layer is stored in it; "
+            "if the weights are not quantised, remove quantization_config there, else download the checkpoint again"
         )
     of_codes = {f"{layer}.{part}" for layer, found in parts.items() for part in found}
     state = {name: tensor for name, tensor in tensors.items() if name not in of_codes}
@@ -72,16 +74,16 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
     }
     take_codes(model, stored, dtype=dtype)
     others = [layer for layer in layers if modules.get(layer) not in stored and layer not in reordered]
-    notes = [f"{len(reordered)} with inputs in an order of their own"] if reordered else []
-    notes += [f"{len(others)} that are no linear layers here, like {others[0]}"] if others else []
+    notes = [f"{len(reordered)} with reordered inputs"] if reordered else []
+    notes += [f"{len(others)} that are not linear layers in this model, like {others[0]}"] if others else []
     return model, "; dequantised are ".join([_listed(each.form.kind for each in stored.values()), *notes])
 
 
 def _stored(
     settings: Mapping[str, Any], layer: str, parts: Mapping[str, torch.Tensor], form: QuantLayout, shape: torch.Size
 ) -> StoredCodes:
-    """The weight of a layer, unpacked when it is wanted."""
-    kept: list[Codes] = []  # while it is read piece by piece
+    """Return the weight of a layer, which is unpacked when it is read."""
+    kept: list[Codes] = []  # the unpacked weight, while it is read part by part
 
     def read(first: int, last: int) -> Codes:
         if first == 0:
@@ -97,7 +99,7 @@ def _stored(
 def _built(
     location: str, revision: str | None, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model of dequantised weights."""
+    """Build the model with dequantised weights."""
     config = copy.deepcopy(config)
     del config.quantization_config
     with torch.device("meta"):
@@ -108,23 +110,23 @@ def _built(
     left = [name for name in report["unexpected_keys"] if name.endswith((".bias", ".scales")) and state[name].any()]
     if left:
         raise UnsupportedModelError(
-            f"{location} holds {left[0]}, for which {type(model).__name__} of transformers has no place: its texts "
-            "would be wrong; load the model that it was made from, and quantise it here: quantization='int8'"
+            f"{location} contains {left[0]}, which {type(model).__name__} of transformers does not have, so its output "
+            "would be wrong; load the original model and quantise it with quantization='int8'"
         )
     missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(
             f"{location} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
-            "would start out random; download or save the checkpoint again"
+            "would have random values; download or save the checkpoint again"
         )
-    with suppress(OSError):  # none is there
+    with suppress(OSError):  # a checkpoint may have no generation config
         model.generation_config = GenerationConfig.from_pretrained(location, revision=revision or "main")
     found: PreTrainedModel = model.eval()
     return found
 
 
 def _listed(kinds: Iterator[Kind]) -> str:
-    """``210 of 4 bits by 32 and 1 of 8 bits``."""
+    """List kinds with their counts: ``210 of 4 bits by 32 and 1 of 8 bits``."""
     found = Counter(f"{bits} bits" + (f" by {group}" if group else "") for bits, group, _ in kinds)
     return " and ".join(f"{count} of {kind}" for kind, count in found.most_common())
 
@@ -139,21 +141,23 @@ def save_compressed(
     tokenizer: PreTrainedTokenizerBase | None,
     is_instruct: bool | None = None,
 ) -> None:
-    """Write a model whose layers multiply by codes as a checkpoint in the layout of compressed-tensors.
+    """Save a model whose layers multiply by codes as a checkpoint in the layout of compressed-tensors.
 
     Args:
-      folder: that is made, or is empty.
-      is_instruct: whether plain text is a message to the model; None where its chat template says so.
+      model: the model.
+      folder: a new or empty folder.
+      tokenizer: tokenizer that is saved with the model.
+      is_instruct: whether plain text is a message to the model; None if its chat template decides.
 
-    Raises: ConfigError for a folder that holds something or cannot be written, and for weights that have no place in
-      the layout. Whatever breaks off, nothing is left that would load.
+    Raises: ConfigError for a folder that is not empty or cannot be written, and for weights that the layout cannot
+      represent. After an error, the folder contains nothing that could be loaded.
     """
     path = check_new_folder(folder)
     codes = dict(_codes_by_name(model))
     if not codes:
         raise ConfigError(
-            f"{type(model).__name__} has no layer that multiplies by whole numbers here; load it by its name with "
-            "quantization='int8' or 'int4', on a CPU for which there are kernels"
+            f"{type(model).__name__} has no layer that multiplies by integer codes; load it by name with "
+            "quantization='int8' or 'int4', on a CPU with kernels for them"
         )
     tensors = dict(_dense_by_name(model, codes))
     for name, found in codes.items():
@@ -161,8 +165,8 @@ def save_compressed(
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts_of(found).items()}
         except ValueError as error:
             raise ConfigError(
-                f"{name} cannot be saved in the layout of compressed-tensors ({error}: it was rounded before); keep "
-                "the file that it comes from, or load it with quantization='int8'"
+                f"{name} cannot be saved in the layout of compressed-tensors ({error}, since it was quantised before); "
+                "keep the original file, or load the model with quantization='int8'"
             ) from None
     config = copy.deepcopy(model.config)
     output = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
@@ -181,13 +185,13 @@ def save_compressed(
                     _note(Path(part) / "tokenizer_config.json", {IS_INSTRUCT: is_instruct})
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{path} cannot be written ({' '.join(str(error).split())[:200]}), and nothing was left there; make room, "
+            f"{path} cannot be written ({' '.join(str(error).split())[:200]}), and nothing was left there; free space, "
             "or name another folder"
         ) from error
 
 
 IS_INSTRUCT = "foredraft_is_instruct"
-"""Key of a tokenizer's config: whether plain text is a message to the model, where its template does not say so."""
+"""Key of a tokenizer's config: whether plain text is a message to the model, if its template does not decide that."""
 
 
 def _note(file: Path, entries: Mapping[str, Any]) -> None:
@@ -203,17 +207,17 @@ def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
         if codes is None:
             continue
         if type(module) is not nn.Linear:
-            raise ConfigError(f"{name} is a {type(module).__name__}, and compressed-tensors has a layout for Linear")
+            raise ConfigError(f"{name} is a {type(module).__name__}, but compressed-tensors only supports Linear")
         yield name, codes
 
 
 def _dense_by_name(model: nn.Module, codes: Mapping[str, Codes]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything else; of tied weights the first."""
+    """Yield all other weights; of tied weights only the first."""
     seen = set()
     for name, weight, packed in named_weights(model):
         if (packed is not None and name.removesuffix(".weight") in codes) or weight.data_ptr() in seen:
             continue
-        if packed is not None:  # its own may be released
+        if packed is not None:  # the module's own weight may be released
             yield name, packed.dense().to(weight.dtype)
         else:
             seen.add(weight.data_ptr())
@@ -221,10 +225,10 @@ def _dense_by_name(model: nn.Module, codes: Mapping[str, Codes]) -> Iterator[tup
 
 
 def _settings(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Any]:
-    """The entry ``quantization_config`` of the configuration."""
+    """Return the entry ``quantization_config`` of the configuration."""
     most = Counter(each.kind for each in codes.values())
     groups: dict[str, Any] = {}
-    for number, kind in enumerate(sorted(most, key=most.__getitem__)):  # the first that fits a layer counts
+    for number, kind in enumerate(sorted(most, key=most.__getitem__)):  # readers use the first group that fits a layer
         bits, group, zeros = kind
         names = [name for name, each in codes.items() if each.kind == kind]
         groups[f"group_{number}"] = {

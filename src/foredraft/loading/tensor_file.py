@@ -1,7 +1,8 @@
-"""Files of tensors with a head in JSON, that are mapped as kernels read them, and tell when they are damaged.
+"""Files of tensors with a JSON header. They are memory-mapped, and damage is detected on reading.
 
-A line that names the format, the length of the head and its SHA-256, then the head, then tensors, each at a multiple of
-a page. The head holds sums of every tensor over every two MiB of it: reading finds what was changed or cut off.
+A file begins with a line with the format's name and the length and SHA-256 of the header. The header and the tensors
+follow; each tensor begins at a multiple of the page size. The header contains a checksum for every two MiB of every
+tensor, so that reading detects changed and truncated data.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from foredraft.folders import part_of, replacing
 FORMAT = "foredraft tensors 1"
 PAGE = 4096
 CHUNK = 2**21
-"""Bytes that have a sum of their own."""
+"""Bytes per checksum."""
 LARGEST_HEAD = 2**28
 READERS = 2
 DTYPES = {
@@ -45,16 +46,18 @@ DTYPES = {
 
 
 class DamagedFileError(Exception):
-    """A file is not what was written; the message says what about it, without naming it."""
+    """A file differs from what was written. The message gives the difference without the name of the file."""
 
 
 def write_tensors(file: Path, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file that others see whole or not at all; its folder is made where there is none.
+    """Write a file atomically, so that readers see all of it or none. Missing folders are created.
 
     Args:
-      about: goes into the head, as JSON.
+      file: path of the file.
+      about: JSON values for the header.
+      tensors: tensors by name.
 
-    Raises: OSError, after which a file is what it was before; KeyError for a dtype that the format does not have.
+    Raises: OSError, which leaves an existing file unchanged; KeyError for a dtype outside `DTYPES`.
     """
     entries, place = {}, 0
     raw = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
@@ -76,12 +79,12 @@ def write_tensors(file: Path, about: Mapping[str, Any], tensors: Mapping[str, to
 
 
 class TensorFile:
-    """A file that `write_tensors` wrote, opened.
+    """A file of `write_tensors`, opened for reading.
 
     Attributes:
-      about: of its head.
+      about: JSON values from the header.
 
-    Raises: OSError; DamagedFileError where its head is not what was written, or tensors are cut off.
+    Raises: OSError; DamagedFileError if the header is damaged or the file is truncated.
     """
 
     def __init__(self, file: Path) -> None:
@@ -95,9 +98,9 @@ class TensorFile:
             raise DamagedFileError(f"it has {size} of {self._begin + head['bytes']} bytes")
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors, in memory that is mapped from the file: processes share it, and what they write stays theirs.
+        """Map all tensors from the file. Processes share the memory; their writes stay private (copy on write).
 
-        Raises: OSError, DamagedFileError.
+        Raises: OSError; DamagedFileError for a tensor with a wrong checksum.
         """
         with self._file.open("rb") as stream:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -119,11 +122,11 @@ class TensorFile:
     def _check(self, found: Mapping[str, torch.Tensor], names: list[str]) -> None:
         for name in names:
             if _sums(_bytes_of(found[name])) != self._entries[name]["sums"]:
-                raise DamagedFileError(f"{name} has other bytes than were written")
+                raise DamagedFileError(f"the bytes of {name} are not those that were written")
 
 
 def _head_of(stream: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The head, and where tensors begin."""
+    """Read the header, and return it with the offset of the first tensor."""
     line = stream.readline(256)
     name, _, rest = line.decode(errors="replace").rpartition(f"{FORMAT} ")
     length, _, digest = rest.strip().partition(" ")
@@ -131,13 +134,13 @@ def _head_of(stream: BinaryIO) -> tuple[dict[str, Any], int]:
         raise DamagedFileError("it is not a foredraft file of packed weights")
     head = stream.read(int(length))
     if hashlib.sha256(head).hexdigest() != digest:
-        raise DamagedFileError("its head is damaged")
+        raise DamagedFileError("its header is damaged")
     found: dict[str, Any] = json.loads(head)
     return found, -(-(len(line) + len(head)) // PAGE) * PAGE
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in its memory where it is contiguous."""
+    """Return the bytes of a tensor, as a view if it is contiguous."""
     given = tensor.detach().contiguous()
     return given.view(-1).view(torch.uint8) if math.prod(given.shape) else torch.empty(0, dtype=torch.uint8)
 
@@ -147,6 +150,6 @@ def _sums(raw: torch.Tensor) -> list[int]:
 
 
 def _sum(raw: torch.Tensor) -> int:
-    """Sum of words of eight bytes, and of the bytes behind the last one."""
+    """Return the sum of all words of eight bytes plus the sum of the remaining bytes."""
     numbers, whole = raw.numpy(), raw.numel() // 8 * 8
     return int(numbers[:whole].view(np.int64).sum()) + int(numbers[whole:].sum(dtype=np.int64))

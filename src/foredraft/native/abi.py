@@ -1,4 +1,4 @@
-"""What the compiled library is given: its structures and functions, in the order of ``abi.h``."""
+"""Interface of the compiled library: structures and functions, in the order of ``abi.h``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ Integer, Address = ctypes.c_int64, ctypes.c_void_p
 Float, Double, Threads = ctypes.c_float, ctypes.c_double, ctypes.c_int
 
 MOST_NODES = 64
-"""Nodes of a row, its root included, up to which kernels keep the bits of a node of any tree."""
+"""Most nodes of a row, root included, for which a node has the same bits in any tree."""
 
 PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES, MULTIPLES, SCALED = range(8)
-"""How the numbers of a matrix or a cache lie in memory."""
+"""Formats of the numbers in a matrix or a cache; they are the values of ``Kind`` in ``abi.h``."""
 SCALE_BYTES = 4
-"""Of what whole numbers of a cache are multiples of, behind those of a head."""
+"""Bytes of the scale that follows the int8 numbers of each head in a cache."""
 SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
-"""Which memory an operand of a program lies in."""
+"""Memory areas of a program's operands."""
 OPERATIONS, PRODUCT, ATTENTION = range(3)
-"""Steps of a program."""
+"""Kinds of a program's steps."""
 CODES = {
     name: number
     for number, name in enumerate(
@@ -28,10 +28,10 @@ CODES = {
         ]
     )
 }
-"""Operations of a program."""
+"""Operations of a program, with their numbers."""
 
 MOST_HALF = 256
-"""Numbers in half a head of its attention."""
+"""Most numbers in half a head, for attention within a program."""
 
 
 def _of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
@@ -39,7 +39,7 @@ def _of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 def array_of(values: Any) -> ctypes.Array[ctypes.c_int64]:
-    """Whole numbers as C takes them."""
+    """Return integers as a C array."""
     return (Integer * len(values))(*values)
 
 
@@ -60,7 +60,7 @@ class Matrix(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """Attention of lists of nodes over rows of a cache."""
+    """Attention of lists of nodes over the rows of a cache."""
 
     _fields_ = (
         *_of(Integer, "rows heads group size value_size kind cache_kind"),
@@ -76,7 +76,7 @@ class Attention(ctypes.Structure):
 
 
 class Nodes(ctypes.Structure):
-    """Rows of nodes, padded to one width, behind what a cache holds of these rows."""
+    """Rows of nodes, padded to one width, that follow the cached tokens of these rows."""
 
     _fields_ = (
         *_of(Integer, "rows width count earlier"),
@@ -89,31 +89,31 @@ class Nodes(ctypes.Structure):
 
 
 class Operand(ctypes.Structure):
-    """Numbers of a node."""
+    """Location of a node's numbers: base, offset and strides."""
 
     _fields_ = (*_of(Integer, "base offset"), ("strides", Integer * 3))
 
 
 class Operation(ctypes.Structure):
-    """What is done to the numbers of a node."""
+    """An elementwise operation or a sum over the numbers of a node."""
 
     _fields_ = (("code", Integer), ("sizes", Integer * 3), *_of(Operand, "out first second"))
 
 
 class Base(ctypes.Structure):
-    """Memory that operands lie in."""
+    """A memory area that operands refer to."""
 
     _fields_ = _of(Integer, "role place kind bytes")
 
 
 class Step(ctypes.Structure):
-    """Operations, a product, or attention."""
+    """A step of a program: operations, a product, or attention."""
 
     _fields_ = _of(Integer, "kind first count matrix input output query key value attended")
 
 
 class Program(ctypes.Structure):
-    """What layers built alike do."""
+    """The computation of layers with the same structure."""
 
     _fields_ = (*_of(Address, "bases operations steps"), *_of(Integer, "num_bases num_steps scratch memory"))
 
@@ -125,19 +125,19 @@ class Layer(ctypes.Structure):
 
 
 class AttentionShape(ctypes.Structure):
-    """Layers that run attention alike."""
+    """Attention parameters that several layers share."""
 
     _fields_ = (*_of(Integer, "heads group size value_size kind window"), ("scale", Float))
 
 
 class Table(ctypes.Structure):
-    """An input that is looked up by token or position."""
+    """An input that is looked up by token or by position."""
 
     _fields_ = (("rows", Address), *_of(Integer, "bytes count by_position"), ("matrix", Address), ("kind", Integer))
 
 
 class Model(ctypes.Structure):
-    """Layers, and what lies around them."""
+    """All layers of a model, with its embeddings, output layer and shapes."""
 
     _fields_ = (
         *_of(Integer, "num_layers num_forms num_tables num_computed first state_bytes read_bytes logit_bytes kind"),
@@ -147,19 +147,19 @@ class Model(ctypes.Structure):
 
 
 class Store(ctypes.Structure):
-    """Where a cache keeps keys and values."""
+    """Memory of a cache's keys and values."""
 
     _fields_ = (*_of(Address, "keys values"), *_of(Integer, "columns kind"))
 
 
 class Results(ctypes.Structure):
-    """Where a forward writes what it computes."""
+    """Memory for the results of a forward pass."""
 
     _fields_ = (*_of(Address, "states read kept"), ("num_kept", Integer), ("logits", Address))
 
 
 class Drafts(ctypes.Structure):
-    """How far chains are grown, and where they are written."""
+    """Lengths of chains that are to be drafted, and memory for their tokens."""
 
     _fields_ = (("depths", Address), *_of(Integer, "most columns known"), *_of(Address, "names tokens"))
 
@@ -168,7 +168,7 @@ class Drafts(ctypes.Structure):
 
 
 class Head(ctypes.Structure):
-    """A head: sizes, addresses of tables and norms, and its matrices."""
+    """A draft head: sizes, addresses of tables and norms, and matrices."""
 
     _fields_ = (
         *_of(Integer, "generation size width heads kv_heads head_dim inner is_residual_normed norms_output is_float"),
@@ -180,7 +180,7 @@ class Head(ctypes.Structure):
 
 
 class Level(ctypes.Structure):
-    """Nodes that a head is given, and where they are written."""
+    """Nodes for one pass through a head, and memory for the results."""
 
     _fields_ = (
         *_of(Address, "nodes keys values"),
@@ -190,13 +190,13 @@ class Level(ctypes.Structure):
 
 
 class Drawing(ctypes.Structure):
-    """The noise and the distribution by which tokens of a draft are ranked, where the target draws its own."""
+    """Noise and distribution for ranking drafted tokens, if the target samples with the same noise."""
 
     _fields_ = (("keys", Address), ("top_k", Integer), *_of(Float, "temperature top_p min_p"))
 
 
 class Growing(ctypes.Structure):
-    """A draft that is to be grown, and where it is written."""
+    """Limits of a draft tree that a head grows, and memory for the result."""
 
     _fields_ = (
         *_of(Integer, "pending trunk depth branches beam most"),
@@ -211,7 +211,7 @@ class Growing(ctypes.Structure):
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 _SCORES = (Address, Integer, Integer, Integer, Integer)
-"""Where scores lie, their kind, how many rows or which, numbers between two of them, and in one."""
+"""Arguments for scores: address, kind, number of rows or one row, stride between rows, and length of a row."""
 
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pack": (None, Address, *(Integer,) * 4, Address, Threads),
@@ -237,4 +237,4 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "is_allowed": (ctypes.c_int,),
     "num_outputs": (ctypes.c_int,),
 }
-"""What every function returns, and is given."""
+"""Return type and argument types of every function."""

@@ -1,8 +1,9 @@
-"""Attention of lists of nodes over ragged rows of a cache, read where they lie, by kernels of the library's own.
+"""Attention of lists of nodes over ragged rows of a cache, by the library's own kernels, without copying the cache.
 
-Torch's own spends more on the few nodes of a step than reading the cache takes, and its sums depend on how many nodes
-and columns there are; for prompts it computes every score that a mask hides. See ``decode_attention.cpp`` and
-``prefill_attention.cpp``; for bfloat16 with AMX ``decode_tiles.h`` and ``prefill_tiles.cpp``.
+Torch's attention spends more time on the few nodes of a step than reading the cache takes, and its sums depend on the
+number of nodes and columns. For prompts it computes every score, including the masked ones. See
+``decode_attention.cpp`` and ``prefill_attention.cpp``; for bfloat16 with AMX, ``decode_tiles.h`` and
+``prefill_tiles.cpp``.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ class DecodeAttention:
     """Attention of one group of rows with few nodes each.
 
     Args:
-      counts: nodes of every row.
-      columns: that each of these rows sees at most.
+      kernels: compiled functions.
+      counts: number of nodes of every row.
+      columns: most cache columns that a node of each row sees.
 
     Attributes:
-      is_few: whether every row has `abi.MOST_NODES` at most.
+      is_few: whether every row has at most `abi.MOST_NODES` nodes.
 
-    Exactness: the result of a node has the same bits whatever nodes, rows and columns run beside it, and wherever the
-      last `abi.MOST_NODES` columns that it sees lie, in one order; in float32, wherever any of them lie. Sums are in
-      float32.
+    Exactness: the result of a node has the same bits whatever nodes, rows and columns are computed with it, and
+      wherever its last `abi.MOST_NODES` visible columns are, as long as their order is the same. In float32 this holds
+      for all visible columns. Sums are in float32.
     """
 
     def __init__(self, kernels: Library, counts: Sequence[int], columns: Sequence[int]) -> None:
@@ -47,13 +49,15 @@ class DecodeAttention:
         mask: torch.Tensor | None,
         scaling: float | None,
     ) -> torch.Tensor | None:
-        """Run it.
+        """Compute the attention.
 
         Args:
-          query: (1, H_q, S, D), the list of nodes of all rows.
-          key, value: (R, H_kv, T, D) and (R, H_kv, T, D_v), of one row after another.
-          mask: (R or 1, 1, N, T) in the dtype of the query, 0 where a column is seen; None where all are.
-        Returns: (S, H_q, D_v), or None where this is not for these kernels.
+          query: (1, H_q, S, D), the nodes of all rows in one list.
+          key, value: (R, H_kv, T, D) and (R, H_kv, T, D_v), one row after another.
+          mask: (R or 1, 1, N, T) in the dtype of the query, 0 where a column is visible; None if all are.
+          scaling: factor of the scores; None for D^-0.5.
+
+        Returns: (S, H_q, D_v), or None if the kernels do not support these tensors.
         """
         if not self.is_few:
             return None
@@ -61,7 +65,7 @@ class DecodeAttention:
         strides = query.stride(), key.stride(), value.stride(), None if mask is None else mask.stride()
         dtypes = query.dtype, key.dtype, value.dtype
         form = query.shape[1], query.shape[3], key.shape[1], value.shape[3], strides, dtypes, scaling, threads
-        if form not in self._calls:  # kept for all layers that have such
+        if form not in self._calls:  # shared by all layers with the same shapes and strides
             self._calls[form] = self.call(query, key, value, mask, scaling, threads)
         if (known := self._calls[form]) is None:
             return None
@@ -88,7 +92,7 @@ class DecodeAttention:
         scaling: float | None,
         threads: int,
     ) -> tuple[abi.Attention, int] | None:
-        """What the kernel is told of tensors like these, and the floats of scratch that it needs."""
+        """Return the kernel's arguments for such tensors, and the number of scratch floats; None if unsupported."""
         call = _call_of(self._arrays[0], self._arrays[1], query, key, value, scaling)
         if call is None:
             return None
@@ -104,12 +108,14 @@ class PrefillAttention:
     """Attention of one group of rows whose nodes are chains of any length.
 
     Args:
-      counts: nodes of every row.
-      before: columns of every row before the first of its nodes.
-      windows: by kind of attention, the columns that a node sees, its own included; None for all.
+      kernels: compiled functions.
+      counts: number of nodes of every row.
+      before: number of columns before the first node of every row.
+      windows: number of columns that a node sees, its own included, by kind of attention; None for all columns.
 
-    Exactness: a node has the same bits however a prompt is cut into forwards, and whatever rows run beside it. Scores
-      and sums are in float32, and so are weights, but for bfloat16 by tiles, where they are rounded as in torch's own.
+    Exactness: a node has the same bits however a prompt is divided into forward passes, and whatever rows are computed
+      with it. Scores, weights and sums are in float32. With tiles for bfloat16, weights are rounded to bfloat16, as
+      torch does.
     """
 
     def __init__(
@@ -122,12 +128,14 @@ class PrefillAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: str, scaling: float | None
     ) -> torch.Tensor | None:
-        """Run it.
+        """Compute the attention.
 
         Args:
-          query, key, value: as of `DecodeAttention`.
-          kind: of attention.
-        Returns: (S, H_q, D_v), or None where this is not for this kernel.
+          query, key, value: tensors as in `DecodeAttention`.
+          kind: kind of attention, a key of ``windows``.
+          scaling: factor of the scores; None for D^-0.5.
+
+        Returns: (S, H_q, D_v), or None if the kernel does not support these tensors.
         """
         call = _call_of(self._arrays[0], self._arrays[1], query, key, value, scaling)
         if call is None or call.scale <= 0 or query.shape[1] % key.shape[1]:
@@ -153,7 +161,7 @@ def _call_of(
     value: torch.Tensor,
     scaling: float | None,
 ) -> abi.Attention | None:
-    """What either kernel is told; None where numbers do not lie as they take them."""
+    """Return the arguments that both kernels share; None for unsupported dtypes or strides."""
     size, value_size = query.shape[3], value.shape[3]
     is_alike = query.dtype == key.dtype == value.dtype and query.dtype in KINDS and query.device.type == "cpu"
     lie_together = query.stride(3) == 1 and key.stride()[2:] == (size, 1) and value.stride()[2:] == (value_size, 1)

@@ -1,4 +1,4 @@
-"""Where the library of the kernels comes from: the wheel, the cache folder, or a compiler here, whose work is kept."""
+"""Location of the kernels' library: the wheel, the cache folder, or a compiler whose result is cached."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["WHEEL", "compiled", "cpp_compiler", "instruction_set", "precompiled"
 logger = logging.getLogger("foredraft")
 
 WHEEL = FOLDER / "precompiled"
-"""What a platform wheel has: libraries, and in ``libraries.json`` what they were made from, by which compiler."""
+"""Folder of a platform wheel with libraries and ``libraries.json``, which lists their sources and compiler."""
 
 
 def instruction_set() -> str | None:
-    """The widest instruction set of this CPU that a kernel is written for.
+    """Return the widest instruction set of this CPU for which kernels are written; None if there is none.
 
-    ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA``, by which torch and oneDNN are held to less, hold here, too.
+    The limits that ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` set for torch and oneDNN apply here as well.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
@@ -45,16 +45,16 @@ def instruction_set() -> str | None:
 
 
 def precompiled(instruction: str) -> Path | None:
-    """The library of this package's wheel for a key of `OPTIONS`; None where it has none that may be loaded."""
+    """Return the wheel's library for a key of `OPTIONS`; None if there is no usable one."""
     return None if why_not_precompiled(instruction) else WHEEL / f"{instruction.lower()}.so"
 
 
 @cache
 def why_not_precompiled(instruction: str) -> str:
-    """What keeps the wheel's library from being taken; empty where nothing does.
+    """Return the reason why the wheel's library cannot be used; empty if it can.
 
-    It has to be whole, and made from the very sources and options that this package has, or a kernel would be called
-    with arguments that it does not know, or compute other bits than one compiled here.
+    It must be complete and built from exactly the sources and options of this package. Otherwise a kernel could get
+    arguments that it does not support, or compute other bits than a kernel compiled on this machine.
     """
     try:
         made = json.loads((WHEEL / "libraries.json").read_text(encoding="utf-8"))["libraries"][instruction]
@@ -71,15 +71,17 @@ def why_not_precompiled(instruction: str) -> str:
 
 @contextmanager
 def compiled(title: str, instruction: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Iterator[Path]:
-    """The shared library of some sources, to be loaded inside: that of the cache folder, made where it is not whole.
+    """Yield the shared library of some sources, from the cache folder or compiled now.
 
-    Where it cannot be kept, which is said once, it goes away again.
+    If the library cannot be stored in the cache, a warning is logged once, and the library is deleted on exit. Load it
+    inside the context.
 
     Args:
-      title: begins the name of the file.
+      title: beginning of the file's name.
       instruction: a key of `OPTIONS`.
+      sources, headers: files that the library is compiled from.
 
-    Raises: as `compile_library`.
+    Raises: the errors of `compile_library`.
     """
     digest = library_digest(instruction, (*sources, *headers))
     kept = cache_folder("native", f"{title}-{instruction.lower()}-{digest}.so")
@@ -96,9 +98,9 @@ def compiled(title: str, instruction: str, sources: Sequence[Path], headers: Seq
 
 
 def _keep(made: Path, file: Path) -> None:
-    """Copy a library into the cache, for every user who may read new files there.
+    """Copy a library into the cache, readable for every user who may read new files there.
 
-    Raises: OSError, after which nothing half-written is left.
+    Raises: OSError, after which no incomplete file is left.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
@@ -110,7 +112,7 @@ def _keep(made: Path, file: Path) -> None:
 @cache
 def _tell_not_kept(folder: Path, reason: str) -> None:
     logger.warning(
-        "compiled kernels cannot be kept in %s (%s), so every process compiles them again, in some 20 s; set %s to a "
+        "compiled kernels cannot be kept in %s (%s), so every process compiles them again, in about 20 s; set %s to a "
         "folder that can be written",
         folder,
         reason,
@@ -119,7 +121,7 @@ def _tell_not_kept(folder: Path, reason: str) -> None:
 
 
 def _sum_of(file: Path) -> Path:
-    """Where the digest of a library is kept."""
+    """Return the path of a library's digest."""
     return file.with_suffix(".sha256")
 
 

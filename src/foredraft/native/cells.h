@@ -1,4 +1,4 @@
-// Cells of a cache: a head's key or value of one token, in any kind.
+// Cells of a cache: a head's key or value of one token, in any format.
 
 #pragma once
 
@@ -8,13 +8,13 @@
 
 #include <math.h>
 
-struct Scaled {  // a number of a cache, of those in its cell whose scale lies behind them
+struct Scaled {  // an int8 number of a cache; the scale of its cell follows the last number
   int8_t code;
 };
 
 static inline Vector read(const Scaled* from) { return as_floats(widened((const int8_t*)from)); }
 
-// One of the narrower numbers that lie in the place of each float.
+// Returns one of the narrower numbers that were read into the lane of each float.
 typedef int32_t Places __attribute__((vector_size(sizeof(Vector))));
 static inline Vector part_of(const Bfloat16*, Vector floats, int part) {
   const Places places = (Places)floats;
@@ -24,14 +24,14 @@ static inline Vector part_of(const Scaled*, Vector floats, int part) {
   return as_floats((Whole)((Places)floats << (24 - 8 * part) >> 24));
 }
 
-// How cells of so many numbers are read, in vectors of float32.
+// Reads a cell of `size` numbers in vectors of float32.
 template <typename C>
 struct Cell {
-  enum { PARTS = sizeof(C) == 2 ? 2 : 1 };  // in the place of a float
+  enum { PARTS = sizeof(C) == 2 ? 2 : 1 };  // numbers in the memory of one float
   const C* from;
   int64_t size;
   Cell(const C* cells, int64_t place, int64_t size) : from(cells + place * size), size(size) {}
-  static int64_t numbers(int64_t size) { return size; }  // from one to the next
+  static int64_t numbers(int64_t size) { return size; }  // distance between cells
   static Vector times(Vector numbers, Vector) { return numbers; }
   float factor() const { return 1; }
   Vector whole(int64_t at) const { return read(from + at); }
@@ -60,12 +60,12 @@ struct Cell<Scaled> {
 
 static inline int64_t item_bytes(int64_t kind) { return kind == FLOAT32 ? 4 : kind == SCALED ? 1 : 2; }
 
-// Numbers, as those of a cache of this kind count, from one cell to the next.
+// Distance between two cells, in numbers of the cache's format.
 static inline int64_t cell_numbers(int64_t kind, int64_t size) {
   return kind == SCALED ? Cell<Scaled>::numbers(size) : size;
 }
 
-// The largest of these, without their signs; NaN where there is one.
+// Largest absolute value; NaN if there is a NaN.
 template <typename T>
 static float peak_of(const T* from, int64_t size) {
   float most = 0;
@@ -76,7 +76,7 @@ static float peak_of(const T* from, int64_t size) {
   return most;
 }
 
-// Numbers of one kind to a cell of another.
+// Write numbers of one format to a cell of another.
 template <typename T>
 static void write_scaled(const T* from, int64_t size, Scaled* to) {
   Vector most = zero(), check = zero();

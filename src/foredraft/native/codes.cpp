@@ -1,9 +1,9 @@
-// Products of float32 or bfloat16 with a matrix of whole numbers: codes of 8 or 4 bits, with scales by output or by output and group of
-// inputs, and zeros by group where codes are not even about 0.
+// Products of float32 or bfloat16 with a matrix of integer codes of 8 or 4 bits. Scales are by output, or by output and
+// group of inputs. Zeros are by group, if codes are not symmetric about 0.
 //
-// What a row holds is rounded to 16 bits, or to 8 for drafts, with a scale by span of inputs, by itself. Sums over a span are
-// then whole numbers: exact in any order and by any instruction. They are added up span after span, so a row has the same bits
-// among any number of rows, few or many, and on every CPU.
+// Each row is rounded by itself to 16 bits, or to 8 for drafts, with one scale per span of inputs. Sums over a span are
+// then integers, which are exact in any order and with any instruction. They are added span after span. A row therefore
+// has the same bits in a batch of any size and on every CPU.
 
 #include "abi.h"
 #include "functions.h"
@@ -18,34 +18,34 @@
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 enum { PARTS = CODES_BLOCK / LANES };      // vectors of a block
-enum { MOST_ROWS = LANES == 8 ? 2 : 8 };   // rows that are multiplied at a time, as registers allow
-enum { MOST_SPLIT_ROWS = 4 };              // rows whose activations of 16 bits are multiplied byte by byte
-enum { FETCHED = 8192 };                   // bytes of codes ahead of those that are multiplied
-enum { FETCHED_GROUPS = 16 };              // groups whose scales are fetched ahead
-enum { SHARED_NUMBERS = 1 << 14 };         // activations from which on threads share the rounding of rows
+enum { MOST_ROWS = LANES == 8 ? 2 : 8 };   // rows that are multiplied at a time; limited by registers
+enum { MOST_SPLIT_ROWS = 4 };              // most rows for which 16-bit activations are multiplied byte by byte
+enum { FETCHED = 8192 };                   // distance of prefetched codes in bytes
+enum { FETCHED_GROUPS = 16 };              // distance of prefetched scales in groups
+enum { SHARED_NUMBERS = 1 << 14 };         // activations from which threads share the rounding of rows
 
-// Of what a row is rounded to, by bytes: two, 256 of the first and one of the second, stay within -128 and 127.
+// Largest rounded activation by bytes. With two bytes, 256 * upper + lower, each byte stays within -128 and 127.
 static const float LARGEST[3] = {0.0f, 127.0f, 32639.0f};
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// Activations in a byte; in words, of every four inputs numbers 0 and 2 before 1 and 3, as pairs of codes lie; or the upper
-// bytes of every four before their lower ones.
+// Activations in one byte; in words, with numbers 0 and 2 of every four inputs before 1 and 3, like pairs of codes; or
+// split, with the upper bytes of every four before their lower bytes.
 enum Layout { ONE_BYTE, WORDS, SPLIT };
 
 template <int LAYOUT>
 constexpr int64_t stored_bytes = LAYOUT == ONE_BYTE ? 1 : 2;
 
-// Rows (n, K).
-namespace {  // others have rounded rows, too
+// Rounded rows (n, K).
+namespace {  // keeps the name local to this file
 struct Rounded {
-  int64_t inputs, span, spans;  // inputs: with zeros behind the last one
-  int64_t bytes, stored;        // of an activation, and of it as it is laid out
+  int64_t inputs, span, spans;  // inputs: padded with zeros
+  int64_t bytes, stored;        // bytes of a rounded activation, and of its layout in memory
   Layout layout;
   std::vector<uint8_t> values;
-  std::vector<float> scales, sums;  // by row and span; of the rounded numbers
-  std::vector<int32_t> starts;      // what sums begin with, since codes are too large
-  int32_t excess;                   // by how much; 1 where zeros say by how many
+  std::vector<float> scales, sums;  // by row and span; sums: of the rounded numbers
+  std::vector<int32_t> starts;      // initial value of sums, which corrects for the excess of codes
+  int32_t excess;                   // offset of codes; 1 if the zeros contain it
 
   template <typename T>
   void take(const Matrix& matrix, const T* x, int64_t rows, int threads) {
@@ -88,7 +88,7 @@ struct Rounded {
         case SPLIT: write_split(to + i * LANES * 2, whole); break;
       }
     }
-    // what is infinite counts as nothing in a draft, whose keys and values would keep it
+    // in a draft, infinite numbers become 0, since its keys and values would keep them
     const float scale = is_usable ? peak / LARGEST[bytes] : bytes == 1 || (peak < 1e34f && is_finite) ? 0.0f : NAN;
     const int32_t sum = sum_of_whole(total);
     scales[place] = scale, sums[place] = (float)sum * scale, starts[place] = -excess * sum;
@@ -98,8 +98,7 @@ struct Rounded {
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-// How sums of a span are scaled: by output alone; by output and group; or so, with zeros, which are codes or what a code of 0
-// stands for.
+// Scales of a span's sum: by output; by output and group; or also with zeros, which are codes or the weight of code 0.
 enum Scaling { BY_OUTPUT, BY_GROUP, WITH_ZERO_CODES, WITH_ZEROS };
 
 static ALWAYS_INLINE Vector read_as(int64_t kind, const void* from, const void* halves, int64_t place, int64_t shared) {
@@ -107,14 +106,14 @@ static ALWAYS_INLINE Vector read_as(int64_t kind, const void* from, const void* 
   return kind == FLOAT16 ? read((const Float16*)from + place) : read((const float*)from + place);
 }
 
-// Where the halves of a block and a group are; place: of its scales.
+// Position of the halves of a block and a group. `place` is that of its scales.
 static inline int64_t shared_place(const Matrix& matrix, int64_t place) {
   return (place / CODES_BLOCK >> matrix.half_shift) * CODES_BLOCK;
 }
 
 static inline int64_t bytes_of(int64_t kind) { return kind == MULTIPLES ? 1 : kind == FLOAT16 ? 2 : 4; }
 
-// What sums of a span begin with; place: of the zeros of a block and a group.
+// Sets the initial sums of a span. `place` is the position of the zeros of a block and a group.
 template <int SCALING, int ROWS>
 static ALWAYS_INLINE void begin(const Matrix& matrix, const Rounded& x, int64_t at, int64_t place,
                                 Whole (&sums)[ROWS][PARTS]) {
@@ -126,7 +125,7 @@ static ALWAYS_INLINE void begin(const Matrix& matrix, const Rounded& x, int64_t 
     }
 }
 
-// Fetches the scales and zeros of a group that is still to come; place: of this one's.
+// Prefetches the scales and zeros of a later group. `place` is the position of this group's scales.
 template <int SCALING>
 static ALWAYS_INLINE void fetch_scales(const Matrix& matrix, int64_t place) {
   if (SCALING == BY_OUTPUT) return;
@@ -141,7 +140,8 @@ static ALWAYS_INLINE void fetch_scales(const Matrix& matrix, int64_t place) {
   if (SCALING == WITH_ZEROS) _mm_prefetch((const char*)matrix.zero_halves + shared_place(matrix, later) * 2, _MM_HINT_T0);
 }
 
-// Adds the sums of a span, times their scales, to those of a block; place: of its scales; at: of those of the first row.
+// Adds the scaled sums of a span to those of a block. `place` is the position of its scales, `at` that of the first
+// row's.
 template <int SCALING, int ROWS>
 static ALWAYS_INLINE void add_span(const Matrix& matrix, const Rounded& x, int64_t at, int64_t place,
                                    const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
@@ -177,7 +177,7 @@ static inline void finish(const Matrix& matrix, int64_t row, int64_t first, cons
     }
 }
 
-// Two of the inputs whose codes lie together, in 16 bits: of four numbers 0 and 2, or 1 and 3.
+// Returns two of the inputs whose codes share a word, as 16-bit integers: of four numbers 0 and 2, or 1 and 3.
 template <int BITS>
 static inline Whole pair_of(Whole codes, int pair) {
   if (BITS == 8) return pair ? odd(codes) : even(codes);
@@ -186,11 +186,11 @@ static inline Whole pair_of(Whole codes, int pair) {
                                                               : shifted<4>(codes));
 }
 
-// Adds the products of a span of every row and a block of outputs. Codes become whole numbers of 16 bits once for all rows.
+// Adds the products of a span of every row and a block of outputs. Codes are widened to 16 bits once for all rows.
 template <int BITS, int ROWS, bool VNNI>
 static ALWAYS_INLINE void add_words(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
                                     Whole (&sums)[ROWS][PARTS]) {
-  enum { AT_ONCE = 32 / BITS };  // inputs whose codes lie together
+  enum { AT_ONCE = 32 / BITS };  // inputs whose codes share a word
   const uint8_t* end = weight + inputs / AT_ONCE * 4 * CODES_BLOCK;
   do {
     Whole codes[PARTS];
@@ -211,7 +211,7 @@ static ALWAYS_INLINE void add_words(const uint8_t* weight, const uint8_t* values
   } while (weight < end);
 }
 
-// The same of codes of 4 bits and split activations: of few rows, where codes are unpacked for each of them.
+// The same for codes of 4 bits and split activations. It suits few rows, since codes are unpacked for each row.
 template <int ROWS>
 static ALWAYS_INLINE void add_split(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
                                     Whole (&sums)[ROWS][PARTS]) {
@@ -243,7 +243,7 @@ static ALWAYS_INLINE void add_split(const uint8_t* weight, const uint8_t* values
     for (int j = 0; j < PARTS; ++j) sums[i][j] = add_whole(sums[i][j], times_256(upper[i][j]));
 }
 
-// The same of codes and activations in a byte.
+// The same for codes and activations of one byte.
 template <int ROWS>
 static ALWAYS_INLINE void add_bytes(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
                                     Whole (&sums)[ROWS][PARTS]) {
@@ -261,7 +261,7 @@ static ALWAYS_INLINE void add_bytes(const uint8_t* weight, const uint8_t* values
   } while (weight < end);
 }
 
-// BITS of a code; LAYOUT of activations, in bytes only with VNNI: instructions that multiply and add up at once.
+// BITS of a code; LAYOUT of activations; VNNI: use its instructions that multiply and add, required for bytes.
 template <int BITS, int LAYOUT, int SCALING, int ROWS, bool VNNI>
 static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
   const int64_t first = block * CODES_BLOCK, stride = x.inputs * stored_bytes<LAYOUT>;
@@ -318,7 +318,7 @@ template <int BITS, int LAYOUT, int SCALING>
 static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
   share_out((matrix.outputs + CODES_BLOCK - 1) / CODES_BLOCK, threads, [&](int64_t first, int64_t last, int) {
     for (int64_t block = first; block < last; ++block)
-      for (int64_t row = 0, here; row < rows; row += here) {  // in groups of about the same size
+      for (int64_t row = 0, here; row < rows; row += here) {  // groups of about the same size
         constexpr int most = LAYOUT == SPLIT && MOST_ROWS > MOST_SPLIT_ROWS ? MOST_SPLIT_ROWS : MOST_ROWS;
         const int64_t left = rows - row, groups = (left + most - 1) / most;
         here = (left + groups - 1) / groups;
@@ -343,7 +343,7 @@ static inline float value_at(int64_t kind, const void* from, const void* halves,
   }
 }
 
-// One row of the matrix: the very numbers that its codes stand for.
+// Unpacks one row of the matrix to exactly the numbers that its codes represent.
 template <typename T>
 static void unpack_row(const Matrix& matrix, int64_t output, T* to) {
   const bool is_bytes = matrix.kind == BYTES;
@@ -357,13 +357,13 @@ static void unpack_row(const Matrix& matrix, int64_t output, T* to) {
     const int low = matrix.zeros ? matrix.zero_kind == BYTES ? ((const uint8_t*)matrix.zeros)[place] : 0 : is_bytes ? 128 : 8;
     const int64_t shared = shared_place(matrix, place - lane) + lane;
     volatile float value = (float)(code - low) * value_at(matrix.scale_kind, matrix.scales, matrix.scale_halves, place, shared);
-    if (matrix.zeros && matrix.zero_kind != BYTES)  // the product is rounded before anything is added
+    if (matrix.zeros && matrix.zero_kind != BYTES)  // `volatile` rounds the product before the addition
       value = value + value_at(matrix.zero_kind, matrix.zeros, matrix.zero_halves, place, shared);
     store(to + i, value);
   }
 }
 
-// One row of the matrix, in float32 or halves of it.
+// Unpacks one row of the matrix, in float32 or half precision.
 extern "C" void unpack_codes(const Matrix* matrix, int64_t output, int64_t kind, void* out) {
   switch (kind) {
     case BFLOAT16: return unpack_row(*matrix, output, (Bfloat16*)out);

@@ -1,4 +1,4 @@
-"""Weights in whole numbers: codes with scales and zeros, and rounding to them."""
+"""Weights in integer codes with scales and zeros, and rounding of weights to such codes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 import torch.nn.functional as F
 
 Kind: TypeAlias = tuple[int, int, str]
-"""Bits of a code, inputs of a group, and what zeros are."""
+"""Bits of a code, inputs of a group, and the type of zeros: "", "whole" or "float"."""
 
 
 @dataclass(frozen=True)
 class QuantLayout:
-    """How whole numbers stand for a weight: as the attributes of `Codes`, of scales and zeros the dtype.
+    """Format of integer codes: bits and group as in `Codes`, and the dtypes of scales and zeros.
 
     Args:
-      half_shift: 2 to this power groups share a number in half precision, where scales are whole numbers (int8) of it.
+      bits: bits of a code, 4 or 8.
+      group: inputs of a group; 0 for all.
+      scales: dtype of the scales; int8 if they are multiples of half-precision factors.
+      zeros: dtype of the zeros; None without zeros.
+      half_shift: logarithm to base 2 of the number of groups that share a half-precision factor.
     """
 
     bits: int
@@ -29,24 +33,24 @@ class QuantLayout:
 
     @property
     def kind(self) -> Kind:
-        """What weights that are joined have in common."""
+        """Properties that must be equal for weights to be joined without conversion."""
         zeros = "" if self.zeros is None else "whole" if self.zeros == torch.uint8 else "float"
         return self.bits, self.group, zeros
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight (out, in) in whole numbers: (code - 2^(bits - 1)) * scale, or with zeros as these say.
+    """A weight (out, in) in integer codes. Without zeros, a weight is (code - 2^(bits - 1)) * scale.
 
     Args:
-      numbers: uint8 (out, in).
-      bits: of a code, 4 or 8.
-      scales: float32 or float16 (out, groups): inputs in that many groups of one size share a scale; the last may be
-        cut off.
-      zeros: as the scales, code * scale + zero, or in uint8, (code - zero) * scale; or None.
-      group: inputs of a group: all, or a multiple of 16.
-      scale_halves, zero_halves: float16 (out, groups / 2^n): where scales and zeros (in float32) are whole numbers from
-        -128 to 127 times these, of which so many groups share one; they are kept so in memory.
+      numbers: codes, uint8 (out, in).
+      bits: bits of a code, 4 or 8.
+      scales: float32 or float16 (out, groups). All inputs of a group share a scale; the last group may be smaller.
+      zeros: zeros with the shape of the scales, or None. If they are floats, a weight is code * scale + zero. If they
+        are uint8, it is (code - zero) * scale.
+      group: inputs of a group: 0 for all, or a multiple of 16.
+      scale_halves, zero_halves: float16 (out, groups / 2^n), factors that 2^n groups share. If given, scales and zeros
+        (in float32) are integer multiples of these factors, from -128 to 127, and are stored as these integers.
     """
 
     numbers: torch.Tensor
@@ -59,36 +63,38 @@ class Codes:
 
     @classmethod
     def rounded(cls, weight: torch.Tensor, bits: int, group: int = 0, *, has_zeros: bool = False) -> Codes:
-        """Round to nearest, in steps on both sides of 0 by the largest weight of every group.
+        """Round to nearest, in steps symmetric about 0 that depend on the largest weight of each group.
 
         Args:
           weight: (out, in) of any float dtype.
-          group: inputs; 0 for all.
-          has_zeros: round in steps between the smallest and the largest weight instead, of which one is 0; or from the
-            smallest on, where the weight has been rounded so before and is hardly changed by it.
+          bits: bits of a code, 4 or 8.
+          group: inputs of a group; 0 for all.
+          has_zeros: divide the range between the smallest and the largest weight of a group instead. Zeros are integer
+            codes, so that 0 is represented exactly, or floats if the weight was rounded that way before and changes
+            far less with them.
         """
         return Unrounded.of(weight, bits, group, has_zeros=has_zeros).codes()
 
     @classmethod
     def joined(cls, parts: Sequence[Codes]) -> Codes:
-        """Weights with the same inputs, bits and groups, with zeros or without, one after another; without halves."""
+        """Concatenate weights with the same inputs, bits, groups and use of zeros along the outputs, without halves."""
         first = parts[0]
         if len(parts) == 1:
             return first
         zeros = [part.zeros for part in parts if part.zeros is not None]
-        if len({part.kind for part in parts}) > 1:  # whole zeros, and others
+        if len({part.kind for part in parts}) > 1:  # some have integer zeros, some floats
             zeros = [part.begins for part in parts if part.zeros is not None]
         numbers, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("numbers", "scales"))
         return cls(numbers, first.bits, scales, torch.cat(zeros) if zeros else None, first.group)
 
     @property
     def begins(self) -> torch.Tensor:
-        """float32 (out, groups): what a code of 0 stands for."""
+        """Return the weight that a code of 0 represents, float32 (out, groups)."""
         return -(2 ** (self.bits - 1)) * self.scales.float() if self.zeros is None else _begins(self.scales, self.zeros)
 
     @property
     def form(self) -> QuantLayout:
-        """How they lie in memory."""
+        """Format in memory."""
         scales, zeros = self.scales.dtype, None if self.zeros is None else self.zeros.dtype
         if self.scale_halves is None:
             return QuantLayout(self.bits, self.group, scales, zeros)
@@ -96,18 +102,18 @@ class Codes:
         return QuantLayout(self.bits, self.group, torch.int8, None if zeros is None else torch.int8, shift)
 
     def stored(self) -> tuple[torch.Tensor | None, ...]:
-        """Scales, zeros, and the halves of both, as they lie in memory: with halves in whole numbers of these."""
+        """Return scales, zeros and the halves of both in their stored format: with halves, as integer multiples."""
         halves = self.scale_halves, self.zero_halves
         pairs = zip((self.scales, self.zeros), halves, strict=True)
         return *(each if each is None or half is None else _in_halves(each, half) for each, half in pairs), *halves
 
     @property
     def kind(self) -> Kind:
-        """What weights that are joined have in common."""
+        """Properties that must be equal for weights to be joined without conversion."""
         return self.form.kind
 
     def dense(self) -> torch.Tensor:
-        """float32 (out, in): the weight that they stand for."""
+        """Return the dequantised weight, float32 (out, in)."""
         inputs = self.numbers.shape[1]
         scales, zeros = (
             None if each is None else each.float().repeat_interleave(self.group or inputs, 1)[:, :inputs]
@@ -119,11 +125,11 @@ class Codes:
         return weight + zeros if zeros is not None and self.kind[2] == "float" else weight
 
     def part(self, first: int, last: int) -> Codes:
-        """Of outputs from one to another, in the same memory."""
+        """Return the outputs ``first`` to ``last``, in the same memory."""
         return self._of(slice(first, last))
 
     def rows(self, order: torch.Tensor) -> Codes:
-        """Of these outputs, in this order."""
+        """Return the outputs with these indices, in this order."""
         return self._of(order)
 
     def _of(self, outputs: slice | torch.Tensor) -> Codes:
@@ -134,11 +140,11 @@ class Codes:
 
 @dataclass(frozen=True)
 class Unrounded:
-    """A weight that is to be rounded.
+    """A float weight and the format that it will be rounded to.
 
     Args:
       weight: (out, in) of any float dtype.
-      form: that it is rounded to.
+      form: format of the codes.
     """
 
     weight: torch.Tensor
@@ -146,7 +152,7 @@ class Unrounded:
 
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, group: int = 0, *, has_zeros: bool = False) -> Unrounded:
-        """Arguments as of `Codes.rounded`. What the zeros are, and the dtype of scales, is seen in a sample."""
+        """Choose the format, with arguments as in `Codes.rounded`. A sample decides the dtypes of zeros and scales."""
         form = QuantLayout(bits, group, torch.float32)
         if has_zeros:
             sample = _grouped(weight.detach()[:: -(-len(weight) // SAMPLE)], group)
@@ -160,7 +166,7 @@ class Unrounded:
         return self.weight.shape
 
     def codes(self) -> Codes:
-        """Round it all."""
+        """Round the whole weight."""
         outputs, inputs = self.shape
         numbers = torch.empty((outputs, inputs), dtype=torch.uint8, device=self.weight.device)
         scales, zeros = [], []
@@ -175,11 +181,12 @@ class Unrounded:
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """Whole numbers that a file holds of a weight, in the order of its layer.
+    """Codes of a weight that are read on demand, such as from a file.
 
     Args:
-      shape: of the weight (out, in).
-      read: outputs from one to another.
+      shape: shape of the weight (out, in).
+      form: format of the codes.
+      read: function that returns the outputs from a first to a last one (excluded).
     """
 
     shape: torch.Size
@@ -188,16 +195,16 @@ class StoredCodes:
 
     @classmethod
     def of(cls, codes: Codes) -> StoredCodes:
-        """In memory already."""
+        """Wrap codes that are in memory already."""
         return cls(codes.numbers.shape, codes.form, codes.part)
 
     def codes(self) -> Codes:
-        """Read them all."""
+        """Read all codes."""
         return self.read(0, self.shape[0])
 
 
 def pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Outputs (first, last) of a weight (out, in) that are taken at a time: whole blocks of kernels, but the last.
+    """Divide a weight (out, in) into ranges of outputs (first, last) of whole kernel blocks; the last may be smaller.
 
     Example:
         >>> list(pieces((70, AT_A_TIME // 32)))
@@ -208,19 +215,19 @@ def pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 BLOCK = 32
-"""Outputs of a block of kernels, or a multiple of it."""
+"""Outputs of a kernel block, or a multiple of it."""
 AT_A_TIME = 2**20
-"""Weights that are taken together: what that takes in float32 is small beside a weight, and stays in the cache."""
+"""Weights that are processed together. In float32 they need little memory and stay in the processor's cache."""
 SAMPLE = 64
-"""Outputs from all over a weight by which it is decided whether zeros are whole, and how exact scales are."""
+"""Outputs in the sample that decides whether zeros are integers and which dtype scales have."""
 LEAST_HALF, MOST_HALF = 2.0**-16, torch.finfo(torch.float16).max
-"""Scales in half precision."""
+"""Smallest and largest scale in half precision."""
 
 
 def shift_of(groups: int, halves: int) -> int:
-    """To which power of 2 groups share a number in half precision.
+    """Return the logarithm to base 2 of the number of groups per half-precision factor.
 
-    Raises: ValueError for groups that do not.
+    Raises: ValueError if the number of groups is not a power of 2 times the number of factors.
     """
     shift = (groups // halves).bit_length() - 1 if halves else 0
     if halves << shift != groups:
@@ -229,35 +236,35 @@ def shift_of(groups: int, halves: int) -> int:
 
 
 def times_halves(factors: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
-    """float32 (out, groups): whole numbers times numbers in half precision, exactly."""
+    """Multiply integers by half-precision factors, exactly: float32 (out, groups)."""
     return factors.float() * halves.float().repeat_interleave(factors.shape[1] // halves.shape[1], 1)
 
 
 def _in_halves(scales: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
-    """The whole numbers again."""
+    """Divide scales by half-precision factors to get the integers; the inverse of `times_halves`."""
     shared = halves.float().repeat_interleave(scales.shape[1] // halves.shape[1], 1)
     return torch.where(shared == 0, 0, scales / shared).nan_to_num().round().to(torch.int8)
 
 
 def _grouped(rows: torch.Tensor, group: int) -> torch.Tensor:
-    """(out, in) -> float32 (out, groups, inputs of one), with zeros behind the last input."""
+    """Divide inputs into groups, (out, in) -> float32 (out, groups, inputs of a group), padded with zeros."""
     size = group or rows.shape[1]
     return F.pad(rows.float(), (0, -rows.shape[1] % size)).view(len(rows), -1, size)
 
 
 def _begins(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """What a code of 0 stands for, by whole zeros or others."""
+    """Return the weight that a code of 0 represents, for integer or float zeros."""
     return -zeros.float() * scales.float() if zeros.dtype == torch.uint8 else zeros.float()
 
 
 def _ends(groups: torch.Tensor, are_whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest weight of (out, groups, inputs); between whole zeros these have 0 between them."""
+    """Return the smallest and the largest weight of each group. For integer zeros, the range includes 0."""
     low, high = groups.amin(-1), groups.amax(-1)
     return (low.clamp(max=0), high.clamp(min=0)) if are_whole else (low, high)
 
 
 def _form_between(sample: torch.Tensor, bits: int, group: int, are_whole: bool) -> QuantLayout:
-    """Scales in half precision lose nothing to speak of unless most weights are tiny, or huge."""
+    """Choose the format for rounding between extremes, with float16 scales unless most weights are tiny or huge."""
     low, high = _ends(sample, are_whole)
     is_half = 2**-12 < (high - low).median() / (2**bits - 1) < 2**12
     scales = torch.float16 if is_half else torch.float32
@@ -265,7 +272,7 @@ def _form_between(sample: torch.Tensor, bits: int, group: int, are_whole: bool) 
 
 
 def _rounded(groups: torch.Tensor, form: QuantLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Numbers, scales and zeros of (out, groups, inputs)."""
+    """Return codes, scales and zeros of weights (out, groups, inputs)."""
     if form.zeros is not None:
         return _between(groups, form)
     half = 2 ** (form.bits - 1)
@@ -274,7 +281,7 @@ def _rounded(groups: torch.Tensor, form: QuantLayout) -> tuple[torch.Tensor, tor
 
 
 def _between(groups: torch.Tensor, form: QuantLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same by the smallest and the largest weight of a group."""
+    """Return codes, scales and zeros for the range between the smallest and the largest weight of a group."""
     most, are_whole = 2**form.bits - 1, form.zeros == torch.uint8
     low, high = _ends(groups, are_whole)
     scales = (high - low) / most
@@ -287,6 +294,6 @@ def _between(groups: torch.Tensor, form: QuantLayout) -> tuple[torch.Tensor, tor
 
 
 def _error(groups: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> float:
-    """Sum of the squares of what rounding changes."""
+    """Return the sum of squared rounding errors."""
     begins = _begins(scales, zeros)[..., None]
     return float((numbers * scales.float()[..., None] + begins - groups).square().sum())

@@ -1,23 +1,23 @@
-// Attention of the few nodes of a step over ragged rows of a cache, read once where they lie.
+// Attention of the few nodes of a step over ragged rows of a cache, which is read once and not copied.
 //
-// A node's result does not depend on the nodes, rows, columns or threads beside it, nor on where in the cache the
-// columns that it sees lie, as long as they keep their order: the largest score is exact, weights are added up as whole
-// numbers, and values one column after another. So a node of a draft has the bits of the same token decoded plainly.
-// decode_tiles.h does without the last of these for columns before any draft.
+// A node's result does not depend on the nodes, rows, columns or threads beside it. It does not depend on where in the
+// cache its visible columns are either, as long as their order stays the same. The reasons: the largest score is exact,
+// weights are added as integers, and values are added one column after another. A draft node therefore has the bits of
+// the same token in plain decoding. decode_tiles.h relaxes the order of values for columns before any draft.
 
 #include "decode_pairs.h"
 #include "threads.h"
 #include "decode_tiles.h"
 
-// ---- all of them ----------------------------------------------------------------------------------------------------
+// ---- all formats ----------------------------------------------------------------------------------------------------
 
-struct Room {  // floats of scratch that one head of one row needs over so many nodes, and one thread
+struct Room {  // floats of scratch for one head of one row with so many nodes, and for one thread
   int64_t queries = 0, scores = 0, totals = 0, sums = 0, keys = 0;
   Room(const Attention* call, int64_t nodes) {
     const int64_t width = rounded_up(call->size, LANES), value_width = rounded_up(call->value_size, LANES);
     for (int64_t row = 0; row < call->rows; ++row) {
       const int64_t count = call->group * least(nodes, call->counts[row]);
-      const int64_t laid_out = rounded_up(count, 16);  // by the kernel that lays out 16 queries together
+      const int64_t laid_out = rounded_up(count, 16);  // the tile kernel arranges 16 queries together
       queries = queries > laid_out * width ? queries : laid_out * width;
       sums = sums > laid_out * value_width ? sums : laid_out * value_width;
       totals = totals > count ? totals : count;
@@ -31,16 +31,18 @@ struct Room {  // floats of scratch that one head of one row needs over so many 
   int64_t of_thread() const { return queries + keys; }
 };
 
-// Few heads that do not come out even among threads are shared out within a head, else every head is a thread's.
+// If there are few heads and threads would get unequal numbers of them, heads are divided; else a thread takes whole
+// heads.
 static inline bool is_split(const Attention* call, int threads) {
   const int64_t heads = call->rows * call->heads;
   return threads > 1 && heads < 4 * threads && heads % threads;
 }
 
-// How a call is run: so many nodes of a row at a time that their scores, and all scratch, stay within bounds.
+// Plan of a call: the number of nodes per row that are processed at a time, so that scores and scratch stay within
+// bounds.
 struct Plan {
   enum { MOST_SCORES = 1 << 18, MOST_SCRATCH = 1 << 24 };
-  int64_t most, nodes, pairs;  // of any row, at a time; heads of rows that have scratch at the same time
+  int64_t most, nodes, pairs;  // most nodes of a row; nodes at a time; (row, head) pairs with scratch at the same time
 
   Plan(const Attention* call, int threads) : most(0) {
     for (int64_t row = 0; row < call->rows; ++row) most = most > call->counts[row] ? most : call->counts[row];
@@ -54,7 +56,7 @@ struct Plan {
   }
 };
 
-// Floats of scratch that a call needs.
+// Returns the floats of scratch that a call needs.
 extern "C" int64_t foredraft_decode_attention_scratch(const Attention* call, int threads) {
   if (threads < 1) threads = 1;
   return Plan(call, threads).scratch(call, threads);
@@ -111,8 +113,8 @@ static void attend(const Attention* call, const void* query, const void* keys, c
 
 enum { MOST_KINDS = 8 };
 
-// Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides, in the kind of their cache, mask (R or 1, N, T)
-// of that of the query, 0 where a column is seen, or null; out (S, H_q, D_v), contiguous.
+// query (S, H_q, D) by strides; keys and values (R, H_kv, T, D) by strides, in the format of their cache; mask (R or 1,
+// N, T) in the format of the query, 0 for visible columns, or null; out (S, H_q, D_v), contiguous.
 extern "C" void foredraft_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                     const void* mask, void* out, float* scratch, int threads) {
   if (threads < 1) threads = 1;

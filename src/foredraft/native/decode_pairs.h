@@ -1,4 +1,4 @@
-// Attention of one head of one row, in vectors of float32.
+// Attention of one key head of one row, in vectors of float32.
 
 #pragma once
 
@@ -9,9 +9,9 @@
 #include <type_traits>
 
 enum { STEP = 2 * LANES, MOST_SCORED = 6, MOST_HALVES = 12, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
-enum { WIDTH = LANES == 8 ? 2 : 4 };  // vectors of values that are summed at once, as registers allow
+enum { WIDTH = LANES == 8 ? 2 : 4 };  // vectors of values that are summed at once; limited by registers
 
-// Columns up to a whole step; rows of scores that begin in the same set of a cache are kept apart.
+// Columns rounded up to a whole step. Rows of scores must not begin in the same set of a cache.
 static inline int64_t padded(int64_t columns) {
   const int64_t whole = (columns + STEP - 1) / STEP * STEP;
   return whole % 1024 ? whole : whole + STEP;
@@ -20,12 +20,12 @@ static inline int64_t padded(int64_t columns) {
 static const float UNIT = 1099511627776.0f;  // 2^40
 
 #if defined(FOREDRAFT_AVX2)
-// The sum of weights between 0 and 1 in units of 2^-40, in which any order gives the same.
+// The sum of weights between 0 and 1 as an integer in units of 2^-40, so that the order of additions does not matter.
 struct WholeSum {
   __m256i sums = _mm256_setzero_si256();
   void add(__m128 units) {
     const __m256d whole = _mm256_round_pd(_mm256_cvtps_pd(units), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-    const __m256d first = _mm256_set1_pd(4503599627370496.0);  // 2^52: the last bits of a sum with it are a whole number
+    const __m256d first = _mm256_set1_pd(4503599627370496.0);  // 2^52: the low bits of a sum with it are an integer
     const __m256i bits = _mm256_castpd_si256(_mm256_add_pd(whole, first));
     sums = _mm256_add_epi64(sums, _mm256_sub_epi64(bits, _mm256_castpd_si256(first)));
   }
@@ -52,7 +52,7 @@ struct WholeSum {
 };
 #endif
 
-// Scores of the first `count` columns that are seen, which is where the mask is 0, and minus infinity for the others.
+// Keeps the scores of the first `count` columns where the mask is 0 (visible), and makes the others minus infinity.
 template <typename T>
 static inline Vector seen_only(Vector scores, const T* mask, int64_t count) {
   const Vector unseen = all(-__builtin_inff());
@@ -65,7 +65,7 @@ static inline Vector seen_only(Vector scores, const T* mask, int64_t count) {
   return where_zero(read(is_hidden), scores, unseen);
 }
 
-// T: of queries, masks and results; C: of keys and values.
+// T: type of queries, masks and results; C: type of keys and values.
 template <typename T, typename C = T>
 struct Pair {
   const Attention* call;
@@ -73,10 +73,10 @@ struct Pair {
   const C *keys, *values;
   const T* mask;
   T* out;
-  int64_t count, columns, stride;  // queries: group x nodes; columns, also up to a whole step
-  int64_t width, value_width;      // sizes up to a whole vector
+  int64_t count, columns, stride;  // queries: group x nodes; columns; columns rounded up by `padded`
+  int64_t width, value_width;      // sizes rounded up to whole vectors
 
-  // Of up to `most` nodes of a row, `node` the first of them.
+  // Up to `most` nodes of a row, beginning with `node`.
   Pair(const Attention* call, const void* query, const void* keys, const void* values, const void* mask, void* out,
        int64_t index, int64_t node, int64_t most)
       : call(call), width(rounded_up(call->size, LANES)), value_width(rounded_up(call->value_size, LANES)) {
@@ -100,7 +100,7 @@ struct Pair {
     }
   }
 
-  // Keys of `LANES` columns, laid out input by input; zeros behind the last column.
+  // Reads keys of `LANES` columns and transposes them to input by input, with zeros after the last column.
   void read_keys(int64_t column, float* keys_by_input) const {
     const int64_t size = call->size;
     if constexpr (std::is_same<C, Scaled>() || std::is_same<C, Bfloat16>())
@@ -116,7 +116,7 @@ struct Pair {
     }
   }
 
-  // The same, with what lies in the place of a float turned together.
+  // The same for narrow numbers: those that share the memory of a float are transposed together.
   void read_parts(int64_t column, float* keys_by_input) const {
     enum { PARTS = Cell<C>::PARTS };
     float factors[LANES] = {};
@@ -135,7 +135,7 @@ struct Pair {
     }
   }
 
-  // Products of a step of columns with one query, as scores.
+  // Writes the products of a step of columns with one query as scores.
   void write_scores(int64_t index, int64_t column, Vector low, Vector high, float* scores) const {
     const T* seen = mask ? mask + index / call->group * call->mask_node + column : nullptr;
     const int64_t here = columns - column, rest = here > LANES ? least(LANES, here - LANES) : 0;
@@ -172,7 +172,7 @@ struct Pair {
       score_rest<COUNT - 1>(work, first, column, queries, left, right, scores);
   }
 
-  // Scores of columns [from, to), both whole steps or the end.
+  // Computes the scores of columns [from, to), both multiples of a step or the end.
   template <int MOST, typename Work>
   static void score_by(const Work& work, int64_t from, int64_t to, const float* queries, float* by_input,
                        float* scores) {
@@ -192,10 +192,10 @@ struct Pair {
     score_by<MOST_SCORED>(*this, from, to, queries, by_input, scores);
   }
 
-  // Scores of one query to weights between 0 and 1. Returns: their sum.
+  // Turns the scores of one query into weights between 0 and 1 and returns their sum.
   float weigh(int64_t index, float* all_scores, const char* fetched = nullptr) const {
     float* scores = all_scores + index * stride;
-    const int64_t end = (columns + STEP - 1) / STEP * STEP;  // columns behind the last one were scored, as unseen
+    const int64_t end = (columns + STEP - 1) / STEP * STEP;  // columns after the last one have the score of hidden ones
     Vector most = all(-__builtin_inff());
     for (int64_t column = 0; column < end; column += LANES) most = larger(most, read(scores + column));
     const Vector shift = all(-largest(most)), one = all(1.0f);
@@ -228,7 +228,7 @@ struct Pair {
       for (int j = 0; j < VECTORS; ++j) write(sums + (first + i) * value_width + at + j * LANES, sum[i][j]);
   }
 
-  // Adds values of columns [from, columns) under the weights to the sums of queries [begin, end).
+  // Adds the weighted values of columns [from, columns) to the sums of queries [begin, end).
   template <int VECTORS>
   void add_values(int64_t begin, int64_t end, int64_t at, int64_t from, const float* weights, float* sums) const {
     for (; from < columns; from += TILE) {
@@ -253,8 +253,8 @@ struct Pair {
     add_values<VECTORS>(0, count, at, 0, weights, sums);
   }
 
-  // Adds one vector of values of columns [from, columns) to a query's sums, without those of no weight: zero times
-  // infinity is nothing. Values may end within the vector.
+  // Adds one vector of values of columns [from, columns) to a query's sums, skipping columns of weight zero, since zero
+  // times infinity is NaN. Values may end within the vector.
   void add_with_care(int64_t index, int64_t at, int64_t from, const float* weights, float* sums) const {
     Vector sum = read(sums + index * value_width + at);
     for (int64_t column = from; column < columns; ++column)
@@ -265,7 +265,7 @@ struct Pair {
 
   static bool is_finite(Vector sums) { return !differ(add_product(sums, zero(), zero()), zero()); }
 
-  // What a column that a query does not see holds may be infinite, or no number.
+  // Repeats sums that are not finite without hidden columns, whose values may be infinite or NaN.
   void mend(int64_t at, int64_t places, const float* weights, float* sums) const {
     for (int64_t i = 0; i < count; ++i)
       for (int64_t j = at; j < at + places; j += LANES) {
@@ -284,7 +284,7 @@ struct Pair {
     }
   }
 
-  // Sums of values under the weights, from place `at` of a value on, `most` of them at most; written out.
+  // Sums the weighted values from place `at` on, at most `most` places, and writes the results.
   void finish(int64_t at, int64_t most, const float* weights, const float* totals, float* sums) const {
     const int64_t places = least(most, call->value_size - at);
     switch (places / LANES) {
@@ -300,7 +300,7 @@ struct Pair {
 
 #if defined(FOREDRAFT_AVX512_BF16)
 
-// The same where scores are sums of products of pairs, whose inputs are as they lie in memory.
+// The same for bfloat16, with scores as sums of products of pairs, which are read without conversion.
 struct Halves : Pair<Bfloat16> {
   using Pair::Pair;
 
@@ -315,7 +315,7 @@ struct Halves : Pair<Bfloat16> {
              (size_t)size * sizeof(Bfloat16));
   }
 
-  // Keys of `LANES` columns, laid out pair by pair; zeros behind the last column.
+  // Reads keys of `LANES` columns and transposes them to pair by pair, with zeros after the last column.
   void read_keys(int64_t column, float* keys_by_pair) const {
     for (int64_t at = 0; at < call->size / 2; at += LANES) {
       Vector block[LANES];

@@ -1,10 +1,11 @@
-// Attention of one head of one row in bfloat16 by tiles of AMX: keys and values are read once for 16 queries.
+// Attention of one head of one row in bfloat16 with AMX tiles. Keys and values are read once for 16 queries.
 //
-// Scores are products of tiles, one sum per column, wherever it lies. Values are summed by tiles as far as a row is
-// committed, blocks of 32 columns at fixed places, and one column after another from there on. Where "there" is follows
-// from the columns that a node sees alone: the last whole block that ends MOST_LOOSE columns before the last of them,
-// which a draft of as many nodes does not reach. So a node has the bits of the same token decoded plainly, wherever
-// its ancestors in the draft lie. Weights are the sums of two numbers in bfloat16, which keeps 16 bits of them.
+// Scores are products of tiles with one sum per column, wherever the column is. Values of committed columns are summed
+// by tiles, in blocks of 32 columns at fixed places; later values are added one column after another. The boundary
+// depends only on the columns that a node sees. It is the last end of a whole block that is at least MOST_LOOSE columns
+// before the last visible column, and no draft of up to MOST_LOOSE nodes reaches it. A node therefore has the bits of
+// the same token in plain decoding, wherever its ancestors in the draft are. Each weight is split into two bfloat16
+// numbers, which keeps 16 bits of it.
 
 #pragma once
 
@@ -27,7 +28,7 @@ struct Tiled : Pair<Bfloat16> {
     configure_tiles({few, few, few, few, few, few, SIDE, SIDE});
   }
 
-  // Tiles of 16 queries and 32 inputs, pairs of inputs side by side; zeros for queries that there are not.
+  // Arranges queries as tiles of 16 queries and 32 inputs with pairs of inputs side by side; missing queries are zeros.
   void read_queries(float* queries) const {
     for (int64_t first = 0; first < count; first += SIDE)
       for (int64_t at = 0; at < call->size; at += 32, queries += SIDE * SIDE) {
@@ -42,7 +43,7 @@ struct Tiled : Pair<Bfloat16> {
       }
   }
 
-  // Products of 16 columns, from `column` on, with up to 16 queries, as scores.
+  // Writes the products of 16 columns, from `column` on, with up to 16 queries, as scores.
   void write_scores(int64_t first, int64_t column, const float* products, float* scores) const {
     const int64_t here = least(SIDE, count - first), left = columns - column;
     const Vector scale = all(call->scale), zeros = zero();
@@ -61,7 +62,7 @@ struct Tiled : Pair<Bfloat16> {
     }
   }
 
-  // Scores of columns [from, to), both whole blocks or the end.
+  // Computes the scores of columns [from, to), both multiples of a block or the end.
   void score(int64_t from, int64_t to, const float* queries, float* room, float* scores) const {
     const int64_t size = call->size, bytes = size * 2;
     float* products = room + SIDE * size;
@@ -96,14 +97,14 @@ struct Tiled : Pair<Bfloat16> {
     _tile_release();
   }
 
-  // Weights take no memory: the first values are fetched meanwhile, a share with every query.
+  // Computes weights, which needs no memory bandwidth, and prefetches the first values, a share with every query.
   float weigh(int64_t index, float* scores) const {
     const int64_t lines = columns / LANES, all_lines = columns * call->value_size / 32;
     const bool is_there = (index + 1) * lines <= all_lines && (index + 1) * lines * 64 <= MOST_FETCHED;
     return Pair::weigh(index, scores, is_there ? (const char*)values + index * lines * 64 : nullptr);
   }
 
-  // Where the columns that a node sees begin, and up to where they are summed by tiles.
+  // Finds the first column that a node sees, and the end of the columns that are summed by tiles.
   void reach(int64_t node, int64_t& begin, int64_t& end) const {
     int64_t seen = columns;
     begin = 0;
@@ -124,7 +125,7 @@ struct Tiled : Pair<Bfloat16> {
     end = seen <= MOST_LOOSE || last < begin ? begin : last;
   }
 
-  // 32 weights as two tile rows, what is left of the first of them in the second; zeros where they do not count.
+  // Splits 32 weights into two tile rows, bfloat16 numbers and their remainders; zeros for weights that do not count.
   static void split_weights(const float* weights, bool counts, uint16_t* high, uint16_t* low) {
     const Vector one = counts ? read(weights) : zero(), two = counts ? read(weights + LANES) : zero();
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(two, one);
@@ -135,8 +136,8 @@ struct Tiled : Pair<Bfloat16> {
                                                          _mm512_sub_ps(one, _mm512_castsi512_ps(first))));
   }
 
-  // 32 columns of 32 places as two tiles of pairs of columns. Of 8 places the first has 0 to 3 and the second 4 to 7.
-  // Given weights, columns of none are zeros.
+  // Arranges 32 columns of 32 places as two tiles of pairs of columns. Of every 8 places, the first tile has 0 to 3 and
+  // the second 4 to 7. If weights are given, columns of weight zero become zeros.
   void pair_values(int64_t column, int64_t at, const float* weights, uint16_t* tiles) const {
     const int64_t size = call->value_size;
     const Bfloat16* from = values + column * size + at;
@@ -155,8 +156,8 @@ struct Tiled : Pair<Bfloat16> {
       for (int64_t byte = 0; byte < bytes; byte += 64) _mm_prefetch((const char*)from + byte, _MM_HINT_T0);
   }
 
-  // Adds values of columns [from, to), whole blocks laid out in pairs, to the sums of `here` queries, 16 at most, in the
-  // order of these tiles. `ends` are those of the queries.
+  // Adds values of columns [from, to), whole blocks arranged in pairs, to the sums of `here` queries (at most 16),
+  // which are in the order of these tiles. `ends` has the end of the tile columns of each query.
   template <bool HAS_MORE>
   void add_blocks(int64_t first, int64_t here, int64_t at, int64_t from, int64_t to, const int64_t* ends, const float* weights,
                   const uint16_t* pairs, float* sums) const {
@@ -198,7 +199,7 @@ struct Tiled : Pair<Bfloat16> {
     }
   }
 
-  // Sums of two tiles, of the first and the last places of every 8, brought into their order.
+  // Restores the order of sums in two tiles, which contain the first and the last places of every 8.
   static void put_in_order(float* sums) {
     const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
@@ -207,8 +208,8 @@ struct Tiled : Pair<Bfloat16> {
     write(sums + LANES, _mm512_permutex2var_ps(one, upper, two));
   }
 
-  // Sums of 32 places, or of 64, of queries [lowest, highest); a careful one is of one query, and leaves out columns of
-  // no weight.
+  // Sums 32 or 64 places of queries [lowest, highest). If `is_careful`, there is one query, and columns of weight zero
+  // are skipped.
   template <bool HAS_MORE>
   void sum_tiles(int64_t lowest, int64_t highest, bool is_careful, int64_t at, const float* weights, float* sums) const {
     enum { PLACES = HAS_MORE ? 64 : 32 };
@@ -257,7 +258,7 @@ struct Tiled : Pair<Bfloat16> {
 
   void finish(int64_t at, int64_t most, const float* weights, const float* totals, float* sums) const {
     const int64_t places = least(most, call->value_size - at);
-    if (count == 0) return;  // tiles of no rows are a fault
+    if (count == 0) return;  // tiles without rows would be an invalid configuration
     if (places > 32)
       sum_tiles<true>(0, count, false, at, weights, sums);
     else

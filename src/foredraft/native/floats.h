@@ -1,5 +1,5 @@
-// Products of float32 with a packed matrix of any kind, sums in float32 of one product after another in the order of the
-// inputs: a row has the same bits among few rows, where weights are read once, and among many, where they are used often.
+// Products of float32 inputs with a packed float matrix. Sums are in float32, one product after another in the order of
+// the inputs. A row therefore has the same bits in a small batch, which reads weights once, and in a large one.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 enum { BLOCK = 2 * LANES, MOST_ROWS = LANES == 8 ? 6 : 12 };
 
-// Sums of a block of outputs and a bias, where there is one, to the first outputs.
+// Writes the sums of a block of outputs, plus the bias if there is one, to the first `count` outputs.
 static inline void write_block(Vector low, Vector high, const float* bias, float* to, int64_t count) {
   if (bias) {
     low = low + read_first(bias, count);
@@ -28,14 +28,15 @@ static inline void write_block(Vector low, Vector high, const float* bias, float
   }
 }
 
-// What fetches weights, a line or two at every so many inputs, while `ROWS` rows are multiplied.
+// Prefetches weights, a line or two for every `every` inputs, while `ROWS` rows are multiplied.
 template <typename Weight, int ROWS>
 struct Fetch {
-  enum { BYTES = BLOCK * sizeof(Weight), LINES = BYTES > 64 ? BYTES / 64 : 1, WAITS = ROWS <= 2 };  // for memory alone
+  enum { BYTES = BLOCK * sizeof(Weight), LINES = BYTES > 64 ? BYTES / 64 : 1, WAITS = ROWS <= 2 };  // memory-bound only
   const char* next;
   int64_t every;
 
-  // One group of rows fetches what lies a little ahead, several ones a part each of the next block.
+  // A single group of rows prefetches a short distance ahead. Of several groups, each prefetches a part of the next
+  // block.
   Fetch(const Matrix* matrix, int64_t block, int64_t group, int64_t groups)
       : every(groups * (BYTES < 64 ? 64 / BYTES : 1)) {
     const int64_t bytes = matrix->inputs * BYTES, part = (matrix->inputs + every - 1) / every * LINES * 64;
@@ -82,7 +83,7 @@ static inline void some_rows(const Matrix* matrix, const float* x, int64_t num_r
     some_rows<Weight, ROWS - 1>(matrix, x, num_rows, out, block, group, groups);
 }
 
-// Rows are taken in groups of about the same size.
+// Rows are processed in groups of about the same size.
 template <typename Weight>
 static void few_rows_of(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t first_block,
                         int64_t last_block) {
@@ -105,10 +106,10 @@ static void few_floats(const Matrix* matrix, const float* x, int64_t num_rows, f
 
 // ---- many rows ------------------------------------------------------------------------------------------------------
 
-// Weights of a block for `DEPTH` inputs stay in the first cache, `HEIGHT` rows or `PANELS` floats of them in the second.
+// Weights of a block for `DEPTH` inputs stay in the L1 cache; `HEIGHT` rows or `PANELS` floats of them stay in L2.
 enum { MANY = 4 * MOST_ROWS, WIDE = 8 * BLOCK, DEPTH = 256, HEIGHT = 240, PANELS = 1 << 17, STRIDE = 8 };
 
-// Panels of `MOST_ROWS` rows, input by input, with zeros behind the last row.
+// Arranges rows as panels of `MOST_ROWS` rows, input by input, with zeros after the last row.
 static void lay_out(const float* x, int64_t stride, int64_t num_rows, int64_t depth, float* panels) {
   for (int64_t first = 0; first < num_rows; first += MOST_ROWS, panels += depth * MOST_ROWS) {
     const float* from = x + first * stride;
@@ -118,7 +119,7 @@ static void lay_out(const float* x, int64_t stride, int64_t num_rows, int64_t de
       Vector block[LANES];
       for (int64_t row = 0; row < LANES; ++row) block[row] = row < count ? read(from + row * stride + input) : zero();
       transpose(block);
-      // the lanes behind a panel's rows are written over by the next input
+      // the lanes after a panel's rows are overwritten by the next input
       for (int64_t i = 0; i < LANES; ++i) write(panels + (input + i) * MOST_ROWS, block[i]);
     }
     for (; input < depth; ++input)
@@ -127,8 +128,8 @@ static void lay_out(const float* x, int64_t stride, int64_t num_rows, int64_t de
   }
 }
 
-// Adds to sums (rows x BLOCK) of a panel, or to zeros where there are none, and writes them to rows `stride` apart;
-// `lines` of what comes next are fetched at every few inputs.
+// Adds the products of a panel to sums (rows x BLOCK), or to zeros if `sums` is null, and writes them to rows `stride`
+// apart. Prefetches `lines` lines of the next weights at every few inputs.
 template <int ROWS>
 static inline void add_panel(const float* panel, const float* weight, int64_t depth, const float* sums, float* to,
                              int64_t stride, const char* next, int64_t lines) {
@@ -165,10 +166,10 @@ static inline void add_up_to(int64_t num_rows, const float* panel, const float* 
     add_up_to<ROWS - 1>(num_rows, panel, weight, depth, sums, to, stride, next, lines);
 }
 
-// Room of one thread, in floats.
+// Scratch memory of one thread, in floats.
 struct Floats {
   enum { SUMS = HEIGHT * BLOCK, WEIGHTS = DEPTH * BLOCK };
-  int64_t groups, height;  // of rows that are laid out at a time
+  int64_t groups, height;  // groups of rows, and rows of a group, that are arranged at a time
   float *sums, *weights, *panels;
 
   Floats(int64_t inputs, int64_t num_rows, float* scratch)
@@ -185,7 +186,7 @@ struct Floats {
   }
 };
 
-// Adds the products of some inputs of all rows to their sums over one block, which end up in `to`.
+// Adds the products of some inputs of all rows to the sums of one block, and writes them to `to`.
 template <typename Weight>
 static void add_inputs(const Weight* packed, int64_t depth, int64_t num_rows, const float* panels, bool begins,
                        bool fetches, float* to, int64_t stride, const Floats& room) {
@@ -208,7 +209,7 @@ static void write_sums(const Matrix* matrix, const float* sums, int64_t num_rows
     write_block(read(sums), read(sums + LANES), matrix->bias ? matrix->bias + first : nullptr, out + first, count);
 }
 
-// Inputs are taken in chunks of about the same size.
+// Inputs are processed in chunks of about the same size.
 static inline int64_t begin_of(int64_t chunk, int64_t chunks, int64_t inputs) { return inputs * chunk / chunks; }
 
 static void lay_out_rows(const float* x, int64_t inputs, int64_t num_rows, const Floats& room) {
@@ -219,7 +220,7 @@ static void lay_out_rows(const float* x, int64_t inputs, int64_t num_rows, const
   }
 }
 
-// One block of outputs of the rows that are laid out.
+// Computes one block of outputs for the arranged rows.
 template <typename Weight>
 static void block_of(const Matrix* matrix, int64_t num_rows, float* out, int64_t block, const Floats& room) {
   const int64_t inputs = matrix->inputs, chunks = (inputs + DEPTH - 1) / DEPTH, first = block * BLOCK;
@@ -235,12 +236,12 @@ static void block_of(const Matrix* matrix, int64_t num_rows, float* out, int64_t
   if (!is_direct) write_sums(matrix, room.sums, num_rows, first, out);
 }
 
-// Returns: false where there is no memory to lay rows out.
+// Returns false if there is no memory for arranging rows.
 static bool many_floats(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int threads) {
   const int64_t size = Floats::size(matrix->inputs, num_rows), blocks = (matrix->outputs + BLOCK - 1) / BLOCK;
   float* scratch = (float*)aligned_alloc(64, (size_t)(threads * size) * sizeof(float));
   if (!scratch) return false;
-  std::vector<int64_t> laid_out(threads * 8, -1);  // the group of every thread, a line each
+  std::vector<int64_t> laid_out(threads * 8, -1);  // the current group of every thread, one cache line each
   share_out(Floats(matrix->inputs, num_rows, scratch).groups * blocks, threads, [&](int64_t first, int64_t last, int own) {
     const Floats room(matrix->inputs, num_rows, scratch + own * size);
     for (int64_t task = first; task < last; ++task) {

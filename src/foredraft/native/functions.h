@@ -1,12 +1,12 @@
-// Functions of vectors: largest and smallest numbers, exponentials, and what activations are made of.
+// Functions of vectors: maxima and minima, exponentials, and the components of activation functions.
 //
-// A number has the same result wherever in a vector it stands.
+// The result for a number does not depend on its lane.
 
 #pragma once
 
 #include "vectors.h"
 
-static const float FACTORS[6] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};  // of a series for e^x
+static const float FACTORS[6] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};  // of the series of e^x
 
 #if defined(FOREDRAFT_AVX2)
 
@@ -20,7 +20,7 @@ static inline float largest(Vector values) {
   return most;
 }
 
-// e^x for x <= 0, and 0 below the smallest number.
+// e^x for x <= 0, and 0 where the result would be denormal.
 static inline Vector exponential(Vector x) {
   const Vector tiny = _mm256_cmp_ps(x, all(-87.0f), _CMP_LT_OQ);
   const Vector n = _mm256_round_ps(_mm256_mul_ps(x, all(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -66,7 +66,7 @@ static inline Vector where(Vector a, Vector b, Vector less, Vector otherwise) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, less);
 }
 
-// 2^x for x <= 0, to six digits, and 1 for 0.
+// 2^x for x <= 0, to six digits, and exactly 1 for 0.
 static inline __m512 power_of_two(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
   __m512 y = _mm512_set1_ps(0.00958285f);
@@ -86,7 +86,7 @@ static inline float sum_of(Vector values) {
   return sum;
 }
 
-// Of a polynomial, the highest power first.
+// Polynomial with the coefficient of the highest power first.
 template <int N>
 static inline Vector polynomial(Vector x, const float (&factors)[N]) {
   Vector y = all(factors[0]);
@@ -96,19 +96,19 @@ static inline Vector polynomial(Vector x, const float (&factors)[N]) {
 
 static inline Vector size_of(Vector x) { return larger(x, zero() - x); }
 
-// e^x for any x that is no NaN: of a negative one, or one by it.
+// e^x for any x but NaN, as e^-|x| or its inverse.
 static inline Vector power_of_e(Vector x) {
   const Vector below = exponential(zero() - size_of(x));
   return where(x, zero(), below, all(1.0f) / below);
 }
 
-// 1 / (1 + e^-x), without what is cancelled.
+// 1 / (1 + e^-x), computed without cancellation.
 static inline Vector sigmoid(Vector x) {
   const Vector below = exponential(zero() - size_of(x));
   return where(x, zero(), below, all(1.0f)) / (all(1.0f) + below);
 }
 
-// Quotients of polynomials of x^2, as numerical libraries have them: within some units of the last place.
+// Rational functions in x^2, as in numerical libraries, exact to a few units in the last place.
 static inline Vector hyperbolic_tangent(Vector x) {
   static const float ABOVE[7] = {-2.76076847742355e-16f, 2.00018790482477e-13f, -8.60467152213735e-11f,
                                  5.12229709037114e-08f,  1.48572235717979e-05f, 6.37261928875436e-04f,

@@ -1,7 +1,7 @@
-// What lies between products: norms, angles, activations and sums, one node after another, in float32.
+// Computation between products: norms, angles, activations and sums, one node after another, in float32.
 //
-// A number is computed by the same instructions wherever in a vector it stands, and a sum in an order that depends on how
-// many terms it has, so the bits of a node do not depend on what is computed beside it.
+// The instructions for a number do not depend on its lane, and the order of a sum depends only on the number of its
+// terms. The bits of a node therefore do not depend on other nodes.
 
 #pragma once
 
@@ -13,7 +13,7 @@ static inline Vector applied(Vector a, Vector b) {
   switch (CODE) {
     case NEG: return zero() - a;
     case ABS: return size_of(a);
-    case RELU: return larger(zero(), a);  // of a NaN the second one is taken
+    case RELU: return larger(zero(), a);  // if one is NaN, the instruction returns the second argument
     case EXP: return power_of_e(a);
     case SQRT: return root(a);
     case RSQRT: return all(1.0f) / root(a);
@@ -38,7 +38,7 @@ static inline Vector applied(Vector a, Vector b) {
 
 static inline bool is_of_two(int64_t code) { return code >= ADD && code < SUM; }
 
-// Numbers `stride` apart as a vector; of the last ones fewer than a vector.
+// Reads numbers `stride` apart into a vector; fewer than a vector at the end.
 template <typename T>
 static inline Vector gathered(const T* from, int64_t stride, int64_t count) {
   if (stride == 1) return read_first(from, count);
@@ -65,7 +65,7 @@ static inline void apply_row(int64_t count, const A* a, int64_t a_stride, const 
   }
 }
 
-// Of numbers side by side, in vectors and these in turn; an order that the number of terms decides.
+// Sum of contiguous numbers. Its order depends only on the number of terms.
 static inline float sum_of(const float* from, int64_t count) {
   Vector sums[4] = {zero(), zero(), zero(), zero()};
   int64_t i = 0;

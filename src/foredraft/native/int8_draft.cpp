@@ -1,5 +1,5 @@
-// The draft of one row, grown level by level by a head of EAGLE: what drafters/parts/growth.py does with
-// reranking, in one call.
+// The draft of one row, grown level by level by an EAGLE head. One call does the work of drafters/parts/growth.py with
+// reranking.
 
 #include "abi.h"
 #include "functions.h"
@@ -15,12 +15,12 @@ extern "C" void foredraft_head_logits(const Head* head, const float* outputs, in
 
 struct Child {
   int64_t parent, token;
-  double score;  // of the path: the sum of logarithms
+  double score;  // log-probability of the path
 };
 
 enum { CHUNK_OF_LOGITS = 64 };
 
-// e^(distance to the peak * power) of a row, added up.
+// Sum of e^(distance to the peak * power) over a row.
 static double mass_of(const float* row, int64_t count, float peak, float power) {
   Vector sum = zero();
   int64_t i = 0;
@@ -49,8 +49,8 @@ static float peak_of(const float* row, int64_t count) {
   return peak;
 }
 
-// The k largest of (count,), the first of equal ones first, as children with the logarithms of their shares of the
-// softmax raised to a power and normalised.
+// Adds the k largest of (count,) as children, of equal ones the first. Their scores are the logarithms of the softmax
+// raised to a power and normalised.
 static void likeliest_of(float* row, const Growing& growing, int64_t count, const Child& above, int64_t parent,
                          std::vector<Child>& found) {
   static thread_local std::vector<float> peaks;
@@ -74,9 +74,9 @@ static void likeliest_of(float* row, const Growing& growing, int64_t count, cons
   }
 }
 
-// The least of the scores that are needed, the largest first, for a share of the mass of all. Changes their order, and
-// drops some. What is below (1 - share) of the mean has less than that mass together, so it is dropped in one go; the
-// rest is halved, by its mass, until one is left.
+// Returns the smallest score in the smallest set of largest scores that has this share of the total mass. Reorders the
+// scores and drops some. Scores below (1 - share) of the mean together have less than the remaining mass, so they are
+// dropped at once. The rest is bisected by mass until one score is left.
 static float least_of_nucleus(std::vector<float>& scores, float peak, double share) {
   double mass = mass_of(scores.data(), (int64_t)scores.size(), peak, 1.0f);
   const double enough = share * mass;
@@ -100,7 +100,7 @@ static float least_of_nucleus(std::vector<float>& scores, float peak, double sha
   return *first;
 }
 
-// The least of the scores that top-k, top-p and min-p leave; of equal ones all are left.
+// Returns the smallest score that top-k, top-p and min-p keep; equal scores are all kept.
 static float least_left(const float* row, int64_t count, float peak, const Drawing& drawing) {
   static thread_local std::vector<float> left;
   left.assign(row, row + count);
@@ -114,8 +114,8 @@ static float least_left(const float* row, int64_t count, float peak, const Drawi
   return drawing.min_p > 0.0f ? std::max(found, peak + logf(drawing.min_p)) : found;
 }
 
-// The k best of (count,) by the noise that the target draws with, as children with the logarithms of their shares: the
-// one that wins here wins there unless another comes near.
+// Adds the k best of (count,) under the target's own noise as children, with the logarithms of their shares. The best
+// one is also the target's choice, if its distribution is close enough.
 static void drawn_of(float* row, const Growing& growing, int64_t count, int64_t depth, const Child& above,
                      int64_t parent, std::vector<Child>& found) {
   const Drawing& drawing = *growing.drawing;
@@ -137,7 +137,7 @@ static void drawn_of(float* row, const Growing& growing, int64_t count, int64_t 
   }
 }
 
-// The nodes of the pool that are worth most, in order of their numbers. Returns: how many.
+// Keeps the best nodes of the pool in order of their indices, and returns their number.
 static int64_t keep_best(const std::vector<Child>& pool, const Growing& growing) {
   std::vector<int64_t> order(pool.size() - 1), new_index(pool.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = (int64_t)i + 1;
@@ -155,7 +155,7 @@ static int64_t keep_best(const std::vector<Child>& pool, const Growing& growing)
   return count;
 }
 
-// Entries of the text that are still to be made, as a chain.
+// Computes the missing entries of the committed tokens, as a chain.
 static void take_in(const Head* head, const Growing& growing, int threads) {
   const int64_t n = growing.owed, start = growing.trunk - n;
   std::vector<int64_t> depths(n);
@@ -168,7 +168,7 @@ static void take_in(const Head* head, const Growing& growing, int threads) {
   memcpy(growing.last, outputs.data() + (n - 1) * head->size, head->size * sizeof(float));
 }
 
-// Whether children of the frontier could be among the best nodes, and are likely enough together.
+// Whether children of the frontier could be among the best nodes, and the frontier's total probability is large enough.
 static bool can_gain(const std::vector<Child>& pool, const std::vector<int64_t>& frontier, const Growing& growing) {
   double mass = 0, best = -__builtin_inf();
   for (const int64_t node : frontier) mass += exp(pool[node].score), best = std::max(best, pool[node].score);
@@ -184,7 +184,7 @@ static bool can_gain(const std::vector<Child>& pool, const std::vector<int64_t>&
 static int64_t grow(const Head* head, const Growing* growing, int threads) {
   const int64_t size = head->size, vocab = head->output.outputs, beam = growing->beam;
   std::vector<Child> pool = {{-1, growing->pending, 0.0}}, children;
-  std::vector<int64_t> place_of = {0}, frontier = {0}, tokens, depths;  // place_of: where behind the trunk a node lies
+  std::vector<int64_t> place_of = {0}, frontier = {0}, tokens, depths;  // place_of: node's column after the trunk
   std::vector<uint8_t> ancestors;
   if (growing->owed) take_in(head, *growing, threads);
   std::vector<float> outputs(growing->last, growing->last + size), features, logits;
@@ -236,7 +236,7 @@ static int64_t grow(const Head* head, const Growing* growing, int threads) {
   return keep_best(pool, *growing);
 }
 
-// Returns: the number of nodes of the draft, the pending token included.
+// Returns the number of nodes of the draft, the pending token included.
 extern "C" int64_t foredraft_head_grow(const Head* head, const Growing* growing, int threads) {
   int64_t count = 0;
   with_crew(threads, [&] { count = grow(head, growing, threads); });

@@ -1,7 +1,8 @@
-// A head of EAGLE in eight bits: one call runs its layer over the few nodes of a level, another grows a whole draft.
+// An EAGLE head with 8-bit weights. One call runs its layer over the few nodes of a level; another grows a whole draft.
 //
-// A level of so small a layer is bound by reading its weights and by calls. Weights are codes of 8 bits, activations are
-// rounded to as many, see codes.cpp; all else is in float32, keys and values in bfloat16. Drafts need no more: what is drafted is verified. See heads/int8.py.
+// The time of a level of such a small layer is determined by reading its weights and by calls. Weights and activations
+// are therefore rounded to 8 bits (see codes.cpp). Keys and values are in bfloat16, and everything else is in float32.
+// This precision is enough, since drafts are verified. See heads/int8.py.
 
 #include "abi.h"
 #include "functions.h"
@@ -17,7 +18,7 @@ static void widen(const uint16_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) write(to + i, read((const Bfloat16*)from + i));
 }
 
-// What lies in the dtype of the target, from a place on.
+// Reads numbers in the dtype of the target, beginning at `place`.
 static void take_in(const Head& head, const void* from, int64_t place, float* to, int64_t count) {
   if (head.is_float)
     memcpy(to, (const float*)from + place, count * sizeof(float));
@@ -29,7 +30,7 @@ static void narrow(const float* from, uint16_t* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store((Bfloat16*)to + i, from[i]);
 }
 
-// Root mean square norm of (size,) by a weight.
+// Root mean square norm of (size,) with a weight.
 static void norm(const float* x, const float* weight, int64_t size, float eps, float* out) {
   Vector squares = zero();
   for (int64_t i = 0; i < size; i += LANES) squares = add_product(read(x + i), read(x + i), squares);
@@ -37,16 +38,16 @@ static void norm(const float* x, const float* weight, int64_t size, float eps, f
   for (int64_t i = 0; i < size; i += LANES) write(out + i, read(x + i) * scale * read(weight + i));
 }
 
-// Of (gate, up) side by side: silu(gate) * up.
+// Computes silu(gate) * up from (gate, up) side by side.
 static void gated(const float* both, int64_t size, float* out) {
   for (int64_t i = 0; i < size; i += LANES) {
     const Vector gate = read(both + i), above = larger(gate, zero()), below = above - gate;
-    const Vector power = exponential(zero() - above - below);  // of minus the size: it cannot be too large
+    const Vector power = exponential(zero() - above - below);  // e^-|gate|, which cannot overflow
     write(out + i, (above - below * power) / (all(1.0f) + power) * read(both + size + i));
   }
 }
 
-// Turn the halves of heads (heads, head_dim) against one another.
+// Rotates the halves of heads (heads, head_dim) against each other.
 static void rotate(float* x, int64_t heads, int64_t head_dim, const float* cosines, const float* sines) {
   const int64_t half = head_dim / 2;
   for (int64_t head = 0; head < heads; ++head, x += head_dim)
@@ -64,7 +65,8 @@ struct Room {
   std::vector<float> scratch;
 };
 
-// Scaled attention of all nodes over the cache, (n, heads * head_dim), once their own keys and values lie in it.
+// Scaled attention of all nodes over the cache, (n, heads * head_dim), after their own keys and values were written to
+// it.
 static void attend(const Head& head, const Level& level, Room& room, int threads) {
   const Nodes& nodes = *level.nodes;
   const Listed& listed = room.listed;
@@ -82,7 +84,7 @@ static void attend(const Head& head, const Level& level, Room& room, int threads
                              has_mask ? room.mask.data() : nullptr, room.seen.data(), scratch, threads);
 }
 
-// What the layer reads: (n, heads) of it in room.inputs, and the residual stream in room.x.
+// Computes the input of the layer in room.inputs and the residual stream in room.x.
 static void mix(const Head& head, const Level& level, Room& room, int threads) {
   const Nodes& nodes = *level.nodes;
   const int64_t size = head.size, n = nodes.count;
@@ -97,7 +99,7 @@ static void mix(const Head& head, const Level& level, Room& room, int threads) {
   if (level.streams) {
     room.wide.resize(n * head.width);
     take_in(head, level.streams, 0, room.wide.data(), n * head.width);
-    for (float& value : room.wide) value = value - value == 0.0f ? value : 0.0f;  // what is not finite would stay
+    for (float& value : room.wide) value = value - value == 0.0f ? value : 0.0f;  // the cache would keep NaN and inf
     if (head.generation == 3) {
       for (int64_t node = 0; head.streams_norm && node < n; ++node) {
         float* wide = room.wide.data() + node * head.width;
@@ -177,7 +179,7 @@ extern "C" void foredraft_head_level(const Head* head, const Level* level, int t
   run_level(*head, *level, threads);
 }
 
-// Logits (n, V_d) after outputs (n, H).
+// Logits (n, V_d) of outputs (n, H).
 extern "C" void foredraft_head_logits(const Head* head, const float* outputs, int64_t n, float* logits, int threads) {
   static thread_local std::vector<float> normed;
   const int64_t size = head->size;

@@ -1,4 +1,4 @@
-"""The compiled kernels: one library for all of them, by instruction set, of the wheel or compiled at its first use."""
+"""The compiled kernels: one library per instruction set, from the wheel or compiled at its first use."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ logger = logging.getLogger("foredraft")
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 CACHE_KINDS = {**KINDS, torch.int8: SCALED}
-"""Of keys and values."""
+"""Formats of keys and values by dtype."""
 Origin = Literal["wheel", "compiler"]
 
 
 class Library:
-    """The compiled functions, as attributes named as in `abi.FUNCTIONS`.
+    """The compiled functions, as attributes with the names in `abi.FUNCTIONS`.
 
     Args:
       file: the shared library.
-      instruction_set: that it was compiled for.
-      origin: whether it came with the wheel or was compiled on this machine, now or before; bits are the same.
+      instruction_set: instruction set that it was compiled for.
+      origin: "wheel", or "compiler" if it was compiled on this machine now or earlier. The bits are the same.
 
     Attributes:
       block: outputs of a block in float32.
-      helpers: how many threads they run on.
+      helpers: controller of the number of threads.
 
-    Raises: OSError for a file that cannot be loaded, or a process that may not use the instructions.
+    Raises: OSError for a file that cannot be loaded, or if the process may not use the instructions.
     """
 
     def __init__(self, file: Path, instruction_set: str, origin: Origin = "compiler") -> None:
         _have_openmp()
-        shared = ctypes.CDLL(str(file.resolve()))  # a bare name would be looked for in the system
+        shared = ctypes.CDLL(str(file.resolve()))  # a bare file name would be searched in system folders
         for name, (result, *arguments) in FUNCTIONS.items():
             function = shared[f"foredraft_{name}"]
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
         if not self.is_allowed():
-            raise OSError("the system does not let this process use them")
+            raise OSError(f"the system does not allow this process to use {instruction_set} instructions")
         self.instruction_set = instruction_set
         self.origin = origin
         self.block = self.num_outputs()
         self.helpers = Helpers(self.limit_threads)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        """Tell type checkers what the attributes are: one that is not there is a mistake."""
+        """Declare the type of the attributes for type checkers. Python calls this only for missing attributes."""
         raise AttributeError(name)
 
     @property
     def has_pairs(self) -> bool:
-        """Whether it multiplies bfloat16 by bfloat16."""
+        """Whether bfloat16 is multiplied by bfloat16 in hardware."""
         return self.instruction_set in ("AMX", "AVX512_BF16")
 
 
@@ -73,12 +73,11 @@ _libraries: dict[str, Library | None] = {}
 
 
 def library(instruction: str | None = None) -> Library | None:
-    """The kernels for an instruction set, this CPU's by default.
+    """Return the kernels for an instruction set, by default this CPU's.
 
-    Those of the wheel are taken where it has them; else they are compiled at the first call on a machine: some 20 s.
+    They are from the wheel if it contains them. Otherwise the first call on a machine compiles them, in about 20 s.
 
-    Returns: None where there are none in the wheel, and no C++ compiler, or none that can build them; that is said
-      once, at debug level.
+    Returns: None if the wheel has none and no C++ compiler can build them. The reason is logged once, at debug level.
     """
     chosen = instruction or instruction_set()
     if chosen is None:
@@ -97,13 +96,13 @@ def _loaded(instruction: str) -> Library | None:
             with found as file:
                 return Library(file, instruction, origin)
         except (OSError, subprocess.SubprocessError) as error:
-            logger.debug("no %s kernels by the %s: %s", instruction, origin, first_line(error))
-    logger.debug("models run eagerly, and tokens are chosen by numpy")
+            logger.debug("no %s kernels from the %s: %s", instruction, origin, first_line(error))
+    logger.debug("without kernels, models run eagerly and numpy chooses tokens")
     return None
 
 
 def _places(instruction: str) -> Iterator[tuple[Origin, AbstractContextManager[Path]]]:
-    """Where a library may come from, the best first: nothing is compiled before it is asked for."""
+    """Yield sources of a library in order of preference. Compilation happens only when the context is entered."""
     ready = precompiled(instruction)
     if ready is not None:
         yield "wheel", nullcontext(ready)
@@ -111,21 +110,21 @@ def _places(instruction: str) -> Iterator[tuple[Origin, AbstractContextManager[P
 
 
 def _have_openmp() -> None:
-    """Have functions of OpenMP at hand for libraries that call them by name: torch's, else the system's.
+    """Make OpenMP's functions available to libraries that use them by name, from torch or from the system.
 
-    Raises: OSError where the system has none, either.
+    Raises: OSError if neither has them.
     """
     if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
 def loaded_helpers() -> Helpers | None:
-    """Of the kernels for this CPU; None where they have not been loaded."""
+    """Return the thread controller of the kernels for this CPU; None if they are not loaded."""
     kernels = _libraries.get(instruction_set() or "")
     return None if kernels is None else kernels.helpers
 
 
 @cache
 def source_digest() -> str:
-    """Names the sources."""
+    """Return a digest of the sources."""
     return digest_of((*SOURCES, *HEADERS))

@@ -1,8 +1,8 @@
-"""Memory of kernels: huge pages for weights that every step reads from end to end, and scratch by thread.
+"""Memory for kernels: huge pages for weights, which every step reads completely, and scratch memory per thread.
 
-With pages of 4 KiB, a step of a large model waits for the addresses of pages as well as for the weights, and how long
-depends on where the pages happen to lie. Linux gives pages of 2 MiB to memory that asks for them, unless it was told
-never to; elsewhere memory is as it always is.
+With pages of 4 KiB, a step of a large model waits for address translation as well as for the weights, and the duration
+depends on the physical location of the pages. Linux provides pages of 2 MiB on request, if they are not disabled. On
+other systems, memory is ordinary.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from foredraft.machine import return_free_memory
 HUGE = 2**21
 """Bytes of a huge page."""
 REGION = 8 * HUGE
-"""Bytes that smaller tensors share, one after another; they are given back with the last of them."""
+"""Bytes of a region that small tensors share. It is freed together with the last of them."""
 _LIBC = ctypes.CDLL(None) if hasattr(mmap, "MADV_DONTNEED") else None
 LINE = 64
-"""Bytes. Tensors begin at a multiple."""
+"""Bytes of a cache line. Tensors begin at a multiple."""
 
 
 def _region(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Memory, and where in it a huge page begins; bytes behind its last whole one are in small pages.
+    """Return memory and the offset of its first huge page. Bytes after the last whole huge page use small pages.
 
-    Raises: OSError where there is no memory.
+    Raises: OSError if there is not enough memory.
     """
     length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
     end = first + num_bytes // HUGE * HUGE
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, first, end - first)
         memory.madvise(mmap.MADV_NOHUGEPAGE, end, length - end)
     return memory, first
 
 
 class _Shared:
-    """Where the next small tensor goes."""
+    """Allocator of small tensors in a shared region."""
 
     def __init__(self) -> None:
         self._lock = forking.lock()
@@ -54,7 +54,7 @@ class _Shared:
         self._next = self._end = 0
 
     def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
-        """Memory, and where in it so many bytes are free."""
+        """Return memory and the offset of ``num_bytes`` free bytes in it."""
         with self._lock:
             memory = None if self._memory is None else self._memory()
             if memory is None or self._next + num_bytes > self._end:
@@ -70,28 +70,28 @@ _shared = _Shared()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor like that of ``torch.empty``, in huge pages where the system has them."""
+    """Return a tensor as ``torch.empty`` does, in huge pages if the system has them."""
     count = math.prod(shape)
     if count == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     num_bytes = count * dtype.itemsize
     try:
         memory, first = _shared.take(num_bytes) if num_bytes < HUGE else _region(num_bytes)
-    except OSError:  # torch says it in its own words
+    except OSError:  # torch then raises its own error
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
 
 
 class PageReleaser:
-    """Tells the system that nobody reads again what tensors hold, as far as that is mapped from a file.
+    """Releases the pages of memory-mapped tensors that will not be read again.
 
-    Its pages count as memory of the process for as long as anything of the file is mapped. Memory of another kind is
-    left alone: its pages would be zeros for whoever still has a view of it. Nor may a tensor have been written to since
-    it was mapped: what was written would be gone.
+    Pages of a mapped file count as memory of the process as long as the file is mapped. Other memory is not touched,
+    because its pages would become zeros for every other view of it. Tensors must not have been written to since they
+    were mapped, because the changes would be lost.
 
     Args:
-      tensors: that are left, whole or a part at a time. Files stay mapped for as long as this lives. One for all
-        weights of a model: to find files among the mappings takes longer than to pack a small layer.
+      tensors: tensors that will be released, whole or in parts. Their files stay mapped as long as this object lives.
+        Use one object for all weights of a model, since finding mapped files takes longer than packing a small layer.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -101,13 +101,13 @@ class PageReleaser:
         mapped = _mapped_from_files() if _LIBC is not None and spans else []
         found = [each for each in spans if _is_within(each[0], mapped)]
         self._spans = [span for span, _ in found]
-        self._held = [tensor.detach() for _, tensor in found]  # the addresses stay theirs
+        self._held = [tensor.detach() for _, tensor in found]  # keeps the addresses valid
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() in self._addresses
 
     def __call__(self, part: torch.Tensor) -> bool:
-        """Leave the whole pages of a part; False where it is not of a file."""
+        """Release the whole pages of a part. Returns False if the part is not mapped from a file."""
         span = _pages_of(part) if self._spans else None
         if span is None or not _is_within(span, self._spans):
             return False
@@ -116,7 +116,7 @@ class PageReleaser:
         return True
 
     def whole(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave tensors to the end, and give back what packing them has freed."""
+        """Release tensors completely, and return freed memory to the system."""
         if sum(map(self, tensors)):
             return_free_memory()
 
@@ -126,7 +126,7 @@ def _is_within(span: tuple[int, int], spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def _pages_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Addresses of the whole pages of a tensor that torch did not allocate itself; None where there is none."""
+    """Return the addresses of a tensor's whole pages if torch did not allocate them; None if there are none."""
     if tensor.device.type != "cpu" or tensor.untyped_storage().resizable() or not tensor.is_contiguous():
         return None
     first, page = tensor.data_ptr(), mmap.PAGESIZE
@@ -135,7 +135,7 @@ def _pages_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _mapped_from_files() -> list[tuple[int, int]]:
-    """Addresses of this process behind which there is a file; none on a system that does not tell."""
+    """Return the address ranges of this process that are mapped from files; empty if the system does not list them."""
     found: list[tuple[int, int]] = []
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
@@ -146,18 +146,18 @@ def _mapped_from_files() -> list[tuple[int, int]]:
         if inode == "0":
             continue
         first, last = (int(address, 16) for address in span.split("-"))
-        if found and found[-1][1] == first:  # parts of one mapping that differ in what may be done
+        if found and found[-1][1] == first:  # parts of one mapping with different permissions
             first = found.pop()[0]
         found.append((first, last))
     return found
 
 
 _scratch = threading.local()
-"""Working memory of every thread that runs forwards, which grows with what is needed."""
+"""Scratch memory of every thread that runs forward passes. It grows as needed."""
 
 
 def scratch_address(num_bytes: int) -> int:
-    """The address of so many bytes, which belong to this thread until it asks for more."""
+    """Return the address of ``num_bytes`` of scratch memory, valid until the next call in this thread."""
     known: torch.Tensor | None = getattr(_scratch, "bytes", None)
     if known is None or len(known) < num_bytes + LINE:
         known = _scratch.bytes = torch.empty(num_bytes + LINE, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Products with packed matrices, by weight format: a step of few rows reads them at the speed of memory.
+"""Products with packed matrices, by weight format. A step with few rows reads the weights at full memory bandwidth.
 
-A step of decoding multiplies a few rows by every weight of a model, and takes as long as reading them. oneDNN's packed
-products read narrow matrices at half to two thirds of what memory gives; ``products.cpp`` reads them at all of it, and
-sums every row in the same order whatever the number of rows.
+A decoding step multiplies a few rows by every weight of a model, and takes as long as reading the weights. oneDNN's
+packed products read narrow matrices at half to two thirds of the memory bandwidth. ``products.cpp`` reaches the full
+bandwidth, and adds up every row in the same order whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from foredraft.native.codes import Codes, StoredCodes, Unrounded, pieces, shift_
 from foredraft.native.library import KINDS, Library
 
 PAIRS_BLOCK = 32
-"""Inputs and outputs of a block of pairs."""
+"""Inputs and outputs of a block in the format ``PAIRS``."""
 CODES_BLOCK, CODES_SPAN = 32, 64
-"""Outputs of a block of codes, and inputs whose activations are rounded together."""
+"""Outputs of a block of codes, and inputs whose activations share a rounding scale."""
 
 
 def float_shape(kind: int, outputs: int, inputs: int, block: int) -> tuple[int, ...]:
-    """Of a packed weight in floats; of pairs two tiles of 16 outputs per 32 inputs, pairs of inputs side by side."""
+    """Return the shape of a packed float weight. Blocks of pairs have two tiles of 16 outputs by 32 inputs."""
     if kind == abi.PAIRS:
         return -(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2
     return -(-outputs // block), inputs, block
 
 
 def kept_dtype(parts: Sequence[torch.Tensor]) -> torch.dtype:
-    """The smallest dtype that holds all numbers of weights of one dtype: their own, or of float32 a half."""
+    """Return the dtype for storing weights: their own, or a half precision that represents all numbers exactly."""
     given = parts[0].dtype
     if given != torch.float32:
         return given
@@ -45,34 +45,34 @@ def kept_dtype(parts: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def codes_shapes(bits: int, group: int, outputs: int, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of packed codes, and of their scales and zeros."""
+    """Return the shape of packed codes, and the shape of their scales and zeros."""
     span, blocks = group or CODES_SPAN, -(-outputs // CODES_BLOCK)
     whole = -(-inputs // span) * span
     return (blocks, whole * bits // 32, CODES_BLOCK, 4), (blocks, whole // group if group else 1, CODES_BLOCK)
 
 
 SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES, torch.int8: abi.MULTIPLES}
-"""How scales and zeros may lie in memory."""
+"""Formats of scales and zeros by dtype."""
 KEPT = ("bias", "scales", "zeros", "scale_halves", "zero_halves")
-"""Parts of a matrix beside its numbers."""
+"""Tensors of a matrix in addition to its numbers."""
 FLOATS = (abi.PAIRS, abi.FLOAT32, abi.BFLOAT16, abi.FLOAT16)
-"""Kinds of matrices whose numbers are floats."""
+"""Formats of matrices with float numbers."""
 Seen: TypeAlias = Callable[[int, torch.Tensor | Codes], object]
-"""Is told the number of a part, and one piece of it after another, once that is packed."""
+"""Callback that receives the number of a part and each piece of that part after it was packed."""
 
 
 class PackedMatrix:
-    """A weight (out, in) as kernels read it, and its product.
+    """A weight (out, in) in the format of the kernels, and the product with it.
 
     Attributes:
-      compute_dtype: of what is multiplied, and of the result.
-      packed: the numbers of the weight, in huge pages where the system has them.
-      parts: these, and what belongs to them, by name.
-      num_bytes: of all that a product reads.
-      fields, address: what the kernels are told of it, and where that lies.
-      rounding: how far, relatively, what is multiplied is rounded.
+      compute_dtype: dtype of inputs and results.
+      packed: numbers of the weight, in huge pages if the system has them.
+      parts: all tensors of the matrix, by name.
+      num_bytes: bytes that a product reads.
+      fields, address: description for the kernels and its address.
+      rounding: relative error of rounding inputs.
 
-    Exactness: a row has the same bits among any number of rows; sums are in float32.
+    Exactness: a row has the same bits in a batch of any size. Sums are in float32.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class PackedMatrix:
         self._run, self._unpack = kernels.product, kernels.rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) of `compute_dtype` -> (..., out)."""
-        if x.dtype != self.compute_dtype:  # what the kernel writes would not fit
+        """Multiply inputs (..., in) of `compute_dtype`, giving (..., out)."""
+        if x.dtype != self.compute_dtype:  # the kernel would write beyond the output
             raise TypeError(f"a matrix that multiplies in {self.compute_dtype} was given {x.dtype}")
         outputs, inputs = self._size
         x = x.contiguous()
@@ -121,13 +121,13 @@ class PackedMatrix:
         return out
 
     def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(...) of int64 -> (..., in): rows of `dense`, without the others.
+        """Return the rows of `dense` with these indices, int64 (...) -> (..., in), without unpacking the others.
 
-        Raises: IndexError for rows that there are not, TypeError for floats in a dtype that they do not have.
+        Raises: IndexError for rows outside the matrix, TypeError for a dtype that a float matrix does not support.
         """
         wider = torch.float32 if self.fields.kind != abi.PAIRS else self.packed.dtype
         if self.fields.kind in FLOATS and dtype not in (self.packed.dtype, wider):
-            raise TypeError(f"rows of a matrix in {self.packed.dtype} were asked for in {dtype}")
+            raise TypeError(f"rows of a matrix in {self.packed.dtype} cannot be returned in {dtype}")
         outputs = outputs.long().contiguous()
         if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._size[0]:
             raise IndexError(f"rows {int(outputs.min())} to {int(outputs.max())} of {self._size[0]}")
@@ -140,10 +140,13 @@ class NativeMatrix(PackedMatrix):
     """A weight in a float format.
 
     Args:
-      parts: weights (out, in) one after another, of one dtype. Multiplied in bfloat16 where the CPU does that, and with
-        float32 sums of float32 products otherwise. Half precision is kept as it is in memory either way; so is float32
-        whose numbers are all of a half, as those of a checkpoint in float16 or bfloat16 are.
+      parts: weights (out, in) of one dtype, which are concatenated along the outputs. bfloat16 weights are multiplied
+        in bfloat16 if the CPU supports it. Otherwise products and sums are in float32. Half-precision weights stay in
+        half precision in memory. So do float32 weights that half precision represents exactly, as when a checkpoint
+        in float16 or bfloat16 was loaded in float32.
       bias: (out,), or None.
+      kernels: compiled functions.
+      seen: callback after each packed piece.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype.
     """
@@ -163,7 +166,7 @@ class NativeMatrix(PackedMatrix):
         block = PAIRS_BLOCK if kind == abi.PAIRS else kernels.block
         shape = float_shape(kind, outputs, inputs, kernels.block)
         packed, threads = memory.empty(shape, kept), torch.get_num_threads()
-        if any(len(part) % block for part in parts[:-1]):  # blocks reach over from one part into the next
+        if any(len(part) % block for part in parts[:-1]):  # blocks would extend from one part into the next
             joined = torch.cat([part.detach() for part in parts])
             if seen is not None:
                 for number, part in enumerate(parts):
@@ -179,7 +182,7 @@ class NativeMatrix(PackedMatrix):
         super().__init__(kernels, (outputs, inputs), kind, packed, bias)
 
     def dense(self) -> torch.Tensor:
-        """The weight (out, in), in the dtype that it is kept in."""
+        """Return the weight (out, in), in its stored dtype."""
         outputs, inputs = self._size
         if self.fields.kind == abi.PAIRS:
             blocks = self.packed.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -189,16 +192,20 @@ class NativeMatrix(PackedMatrix):
 
 
 class CodesMatrix(PackedMatrix):
-    """A weight in whole numbers, multiplied with activations in 16 bits that share a scale by 64 inputs or fewer.
+    """A weight in integer codes, multiplied by activations rounded to 16 bits with one scale per 64 inputs or fewer.
 
     Args:
-      given: codes, or parts that lie one after another: what is still to be rounded, or read, takes no memory besides.
-      activation_bytes: 2; or 1 of codes of 8 bits, for drafts alone: half of the arithmetic.
-      dtype: float32 or bfloat16, of what is multiplied and of the result.
+      given: codes, or parts that are concatenated along the outputs. Parts are rounded or read piece by piece, so that
+        no second copy is in memory.
+      bias: (out,), or None.
+      kernels: compiled functions.
+      activation_bytes: 2, or 1 for codes of 8 bits in drafts only, which halves the arithmetic.
+      dtype: float32 or bfloat16, dtype of inputs and results.
+      seen: callback after each packed piece.
 
-    Raises: ValueError for zeros without groups, which no kernel reads.
-    Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest of these activations, or half of a
-      127th of it; it has the same bits on every CPU.
+    Raises: ValueError for zeros without groups, for which there is no kernel.
+    Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest activation with the same scale, or
+      within half of 1/127 of it for 1 byte. The bits are the same on every CPU.
     """
 
     def __init__(
@@ -221,8 +228,8 @@ class CodesMatrix(PackedMatrix):
         form, inputs = parts[0].form, parts[0].shape[1]
         if form.zeros is not None and not form.group:
             raise ValueError(
-                f"a weight with zeros by output alone has no kernel; give it one group of all {inputs} inputs, "
-                "filled up to a multiple of 64"
+                f"a weight with zeros but without groups has no kernel; give it one group of all {inputs} inputs, "
+                "padded to a multiple of 64"
             )
         outputs = sum(part.shape[0] for part in parts)
         shape, of_groups = codes_shapes(form.bits, form.group, outputs, inputs)
@@ -241,7 +248,7 @@ class CodesMatrix(PackedMatrix):
         ]
         for each in (scales, zeros, *halves):
             if each is not None:
-                each[-1] = 0  # of outputs that there are not
+                each[-1] = 0  # padding outputs
         kind, of_bias = (abi.BYTES if form.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
         super().__init__(
             kernels,
@@ -265,7 +272,7 @@ class CodesMatrix(PackedMatrix):
     def _take(
         self, kernels: Library, part: Unrounded | StoredCodes, first: int, last: int, output: int
     ) -> torch.Tensor | Codes:
-        """Pack outputs of a part from one to another as those of the matrix from ``output`` on; what was packed."""
+        """Pack outputs ``first`` to ``last`` of a part at ``output`` in the matrix, and return them as given."""
         count, threads = last - first, torch.get_num_threads()
         if isinstance(part, Unrounded):
             given = part.weight[first:last]
@@ -286,7 +293,7 @@ class CodesMatrix(PackedMatrix):
 
     @property
     def codes(self) -> Codes:
-        """The weight as it was given."""
+        """The weight as codes, unpacked."""
         outputs, inputs = self._size
         blocks, bits = self.packed, 8 if self.fields.kind == abi.BYTES else 4
         if bits == 4:
@@ -301,12 +308,12 @@ class CodesMatrix(PackedMatrix):
         return Codes(numbers, bits, scales, zeros, self.fields.group, of_scales, of_zeros)
 
     def dense(self) -> torch.Tensor:
-        """float32 (out, in): the weight that the codes stand for."""
+        """Return the dequantised weight, float32 (out, in)."""
         return self.codes.dense()
 
 
 def _begins_of(parts: Sequence[torch.Tensor | Unrounded | StoredCodes]) -> list[int]:
-    """At which output parts begin that lie one after another."""
+    """Return the first output of each of several concatenated parts."""
     return [0, *accumulate(part.shape[0] for part in parts)][: len(parts)]
 
 
@@ -315,7 +322,7 @@ _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 @dataclass(frozen=True)
 class Facts:
-    """What the kernels are told of a matrix: fields of `abi.Matrix`."""
+    """Description of a matrix for the kernels: fields of `abi.Matrix`."""
 
     inputs: int
     outputs: int
@@ -327,13 +334,13 @@ class Facts:
 
     @classmethod
     def of(cls, matrix: PackedMatrix) -> Facts:
-        """Of a matrix in memory."""
+        """Describe a matrix in memory."""
         return cls(**{name: getattr(matrix.fields, name) for name in cls.__dataclass_fields__})
 
     def matrix(self, kernels: Library, parts: Mapping[str, torch.Tensor]) -> NativeMatrix | CodesMatrix:
-        """The matrix again, over the parts that it had, for kernels by which these were packed.
+        """Rebuild the matrix from its parts, which kernels of the same instruction set have packed.
 
-        Raises: ValueError for parts that are not those of such a matrix: kernels would read past them.
+        Raises: ValueError for parts that do not fit, since kernels would read beyond them.
         """
         self._check(kernels, parts)
         kind: type[NativeMatrix] | type[CodesMatrix] = NativeMatrix if self.kind in FLOATS else CodesMatrix
@@ -375,4 +382,4 @@ class Facts:
             is_known &= set(halves) <= {torch.float16} and groups >> self.half_shift << self.half_shift == groups
         found = {name: tuple(part.shape) for name, part in parts.items()}
         if not is_known or found != wanted or parts["packed"].dtype not in dtypes or self.value_kind not in _DTYPES:
-            raise ValueError(f"{found} are no parts of a matrix of {self}")
+            raise ValueError(f"{found} are not the parts of a matrix of {self}")

@@ -1,4 +1,4 @@
-// Weights into the order in which products read them, one line of memory after another, and rows of them back.
+// Packing of weights into the order in which products read them, line after line, and unpacking of rows.
 
 #include "abi.h"
 #include "threads.h"
@@ -6,10 +6,10 @@
 
 #include <string.h>
 
-enum { TILE = 16 };  // outputs of a tile of pairs, and pairs of inputs of one
+enum { TILE = 16 };  // outputs of a tile of pairs, and pairs of inputs
 
-// Per block of outputs, input by input; outputs that there are not are 0. Lines of the weight are read a part at a time,
-// so that all of a block's stay in the first cache.
+// Packs blocks of outputs, input by input; missing outputs are 0. Rows of the weight are read a part at a time, so that
+// all rows of a block stay in the L1 cache.
 template <typename Number>
 static void pack_blocks(const Number* weight, int64_t outputs, int64_t inputs, int64_t block, Number* packed,
                         int threads) {
@@ -25,7 +25,7 @@ static void pack_blocks(const Number* weight, int64_t outputs, int64_t inputs, i
   });
 }
 
-// Per block of 32 outputs and 32 inputs two tiles of 16 outputs, pairs of inputs side by side.
+// Packs two tiles of 16 outputs per block of 32 outputs and 32 inputs, with pairs of inputs side by side.
 static void pack_pairs(const uint16_t* weight, int64_t outputs, int64_t inputs, uint32_t* packed, int threads) {
   const int64_t groups = (inputs + 2 * TILE - 1) / (2 * TILE), block = 2 * TILE;
   share_each((outputs + block - 1) / block, threads, [=](int64_t index, int) {
@@ -43,7 +43,7 @@ static void pack_pairs(const uint16_t* weight, int64_t outputs, int64_t inputs, 
   });
 }
 
-// A weight (outputs, inputs), row by row, into `packed`, by the kind that a product has it in.
+// Packs a weight (outputs, inputs), stored row by row, into `packed`, in the format `kind`.
 extern "C" void foredraft_pack(const void* weight, int64_t outputs, int64_t inputs, int64_t kind, int64_t block,
                                void* packed, int threads) {
   if (kind == PAIRS)
@@ -54,10 +54,10 @@ extern "C" void foredraft_pack(const void* weight, int64_t outputs, int64_t inpu
     pack_blocks((const uint16_t*)weight, outputs, inputs, block, (uint16_t*)packed, threads);
 }
 
-// One row of a matrix that `pack_blocks` or `pack_pairs` laid out.
+// Unpacks one row of a matrix that `pack_blocks` packed.
 template <typename Number, typename Out>
 static void unpack_block(const Matrix& matrix, int64_t output, Out* out) {
-  const int64_t block = 2 * LANES;  // as foredraft_num_outputs tells
+  const int64_t block = 2 * LANES;  // same as foredraft_num_outputs
   const Number* from = (const Number*)matrix.weight + output / block * block * matrix.inputs + output % block;
   for (int64_t input = 0; input < matrix.inputs; ++input)
     if constexpr (sizeof(Number) == sizeof(Out))
@@ -66,7 +66,7 @@ static void unpack_block(const Matrix& matrix, int64_t output, Out* out) {
       out[input] = value_of(from[input * block]);
 }
 
-// A row in the half precision that it is kept in, or as float32.
+// Unpacks a row in its own half precision, or as float32.
 template <typename Number>
 static void unpack_halves(const Matrix& matrix, int64_t output, int64_t kind, void* out) {
   if (kind == FLOAT32)
@@ -84,7 +84,7 @@ static void unpack_pairs(const Matrix& matrix, int64_t output, uint16_t* out) {
   }
 }
 
-// Rows of a matrix; of floats in the kind that they have or in float32, of codes in any.
+// Unpacks rows of a matrix: floats in their own format or in float32, codes in any format.
 extern "C" void foredraft_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out) {
   const int64_t bytes = matrix->inputs * (kind == FLOAT32 ? 4 : 2);
   for (int64_t i = 0; i < count; ++i) {

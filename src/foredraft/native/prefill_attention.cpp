@@ -1,9 +1,10 @@
-// Attention of the many nodes of a prompt over a cache of any kind, in float32: every node sees its own column and those
-// before it, or the last few of them.
+// Attention of the many nodes of a prompt over a cache of any format, in float32. Every node sees its own column and
+// all columns before it, or the last few of them.
 //
-// Lanes are nodes, here as in prefill_tiles.cpp: scores are computed as (columns x nodes) and results as (places x nodes),
-// each a sum of one product after another. A node's result does not depend on the nodes, rows or threads beside it:
-// columns are taken in steps that begin at multiples of `COLUMNS`, and what is not seen has a weight of zero.
+// Lanes are nodes, as in prefill_tiles.cpp. Scores are computed as (columns x nodes) and results as (places x nodes),
+// each a sum of one product after another. A node's result does not depend on the nodes, rows or threads beside it,
+// because columns are processed in steps that begin at multiples of `COLUMNS`, and hidden columns have a weight of
+// zero.
 
 #include "abi.h"
 #include "threads.h"
@@ -18,16 +19,16 @@ void tile_chains(const Attention* call, const void* query, const void* keys, con
 namespace {
 
 enum { NODES = 2 * LANES, COLUMNS = 64, TOGETHER = LANES == 8 ? 6 : 12 };
-const float HIDDEN = -1e30f, NONE = -1e20f;  // a score that is not seen, and the largest of no scores
+const float HIDDEN = -1e30f, NONE = -1e20f;  // score of a hidden column, and initial maximum
 
 inline Vector times(Vector a, Vector b) { return add_product(a, b, zero()); }
 inline Vector plus(Vector a, Vector b) { return add_product(a, all(1.0f), b); }
 inline Vector less(Vector a, Vector b) { return add_product(b, all(-1.0f), a); }
 
-// What a thread works on: the nodes of one block, columns step by step.
+// Scratch memory of a thread for the nodes of one block; columns are processed step by step.
 struct FloatBlock {
   float *queries, *scores, *sums, *most, *totals;  // per query head places x nodes, except scores: columns x nodes
-  float *keys, *values;                            // columns x places of a step, where the cache is of another kind
+  float *keys, *values;                            // columns x places of a step, if the cache has another format
 
   FloatBlock(const Attention* call, float* scratch) {
     queries = scratch;
@@ -44,8 +45,8 @@ struct FloatBlock {
   }
 };
 
-// Adds a (ROWS x count) times b (count x NODES), summed by itself first, or puts it in place of what was there.
-// A CAREFUL one leaves out what has a factor of zero in b, so that zero times infinity is nothing.
+// Adds the product of a (ROWS x count) and b (count x NODES), which is summed separately first, or overwrites the sums.
+// With CAREFUL, terms with a factor of zero in b are skipped, since zero times infinity is NaN.
 template <int ROWS, bool ADDS, bool CAREFUL>
 inline void multiply_rows(const float* a, int64_t row, int64_t step, const float* b, int64_t count, float* sums) {
   Vector low[ROWS], high[ROWS];
@@ -75,7 +76,7 @@ inline void multiply(int64_t rows, const float* a, int64_t row, int64_t step, co
   for (; rows > 0; --rows, a += row, sums += NODES) multiply_rows<1, ADDS, CAREFUL>(a, row, step, b, count, sums);
 }
 
-// Queries of some nodes (nodes x places) to (places x nodes), zeros behind the last node.
+// Transposes queries of some nodes (nodes x places) to (places x nodes), with zeros after the last node.
 template <typename T>
 void turn_queries(const Attention* call, const T* query, int64_t count, float* turned) {
   for (int64_t half = 0; half < NODES; half += LANES)
@@ -89,7 +90,7 @@ void turn_queries(const Attention* call, const T* query, int64_t count, float* t
     }
 }
 
-// A step of keys or values in float32: where they lie, if they are.
+// Converts a step of keys or values to float32; float32 is used in place.
 inline const float* in_floats(const float* from, int64_t, float*) { return from; }
 
 template <typename T>
@@ -100,13 +101,13 @@ inline const float* in_floats(const T* from, int64_t count, float* to) {
   return to;
 }
 
-// Hides scores of columns that a node does not see; the first column is `offset` before the first node.
+// Hides the scores of columns that a node does not see. The first column is `offset` before the first node.
 void hide(float* scores, int64_t columns, int64_t offset, int64_t window) {
   float numbers[NODES];
   for (int i = 0; i < NODES; ++i) numbers[i] = (float)i;
   for (int64_t column = 0; column < columns; ++column)
     for (int64_t half = 0; half < NODES; half += LANES) {
-      // node i is i + offset - column columns behind this one
+      // node i is i + offset - column columns after this one
       const Vector behind = less(read(numbers + half), all((float)(column - offset)));
       Vector unseen = larger(zero(), less(zero(), behind));
       if (window) unseen = larger(unseen, less(behind, all((float)(window - 1))));
@@ -115,7 +116,7 @@ void hide(float* scores, int64_t columns, int64_t offset, int64_t window) {
     }
 }
 
-// Scores of some columns to weights; what was summed before is scaled to the largest score so far.
+// Turns the scores of some columns into weights, and rescales earlier sums to the largest score so far.
 void weigh(float* scores, int64_t columns, float scale, float* most, float* totals, float* sums, int64_t places) {
   const Vector factor = all(scale);
   for (int64_t half = 0; half < NODES; half += LANES) {
@@ -142,7 +143,7 @@ void weigh(float* scores, int64_t columns, float scale, float* most, float* tota
   }
 }
 
-// Sums (places x nodes) by totals, to (nodes x places).
+// Divides sums (places x nodes) by totals, and transposes them to (nodes x places).
 template <typename T>
 void write_nodes(const Attention* call, const float* sums, const float* totals, int64_t count, T* out) {
   const int64_t stride = call->heads * call->group * call->value_size;
@@ -159,7 +160,8 @@ void write_nodes(const Attention* call, const float* sums, const float* totals, 
   }
 }
 
-// Some nodes of a row, `first` the first of them, for all query heads of a head of keys. Returns: whether all is finite.
+// Processes some nodes of a row, beginning with `first`, for all query heads of a key head. Returns whether all is
+// finite.
 template <typename T, bool CAREFUL>
 bool attend(const Attention* call, int64_t row, int64_t head, int64_t first, const T* query, const T* keys,
             const T* values, T* out, const FloatBlock& block) {
@@ -203,11 +205,11 @@ void attend_all(const Attention* call, const T* query, const T* keys, const T* v
   share_each(tasks, threads, [&](int64_t task, int thread) {
     int64_t row = 0, blocks;
     for (; task >= (blocks = (call->counts[row] + NODES - 1) / NODES) * call->heads; ++row) task -= blocks * call->heads;
-    const int64_t head = task % call->heads, first = (blocks - 1 - task / call->heads) * NODES;  // the longest first
+    const int64_t head = task % call->heads, first = (blocks - 1 - task / call->heads) * NODES;  // longest blocks first
     const T *of_keys = keys + row * call->key_row + head * call->key_head,
             *of_values = values + row * call->value_row + head * call->value_head;
     const FloatBlock block(call, scratch + thread * FloatBlock::size(call));
-    // a node that is not finite says nothing about those before it, which do not see it
+    // a node that is not finite must not affect the nodes before it, which do not see it
     if (!attend<T, false>(call, row, head, first, query, of_keys, of_values, out, block))
       attend<T, true>(call, row, head, first, query, of_keys, of_values, out, block);
   });
@@ -221,7 +223,7 @@ static inline bool goes_by_tiles(const Attention* call) {
 }
 #endif
 
-// Bytes of scratch that a call needs, aligned to 64.
+// Returns the bytes of scratch that a call needs, aligned to 64.
 extern "C" int64_t foredraft_prefill_attention_scratch(const Attention* call, int threads) {
 #if defined(FOREDRAFT_AMX)
   if (goes_by_tiles(call)) return tile_chains_scratch(call, threads);
@@ -229,7 +231,7 @@ extern "C" int64_t foredraft_prefill_attention_scratch(const Attention* call, in
   return threads * FloatBlock::size(call) * (int64_t)sizeof(float);
 }
 
-// Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides; out (S, H_q, D_v), contiguous.
+// query (S, H_q, D) by strides; keys and values (R, H_kv, T, D) by strides; out (S, H_q, D_v), contiguous.
 extern "C" void foredraft_prefill_attention(const Attention* call, const void* query, const void* keys, const void* values, void* out,
                                  char* scratch, int threads) {
   if (threads < 1) threads = 1;

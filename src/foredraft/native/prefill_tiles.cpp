@@ -1,10 +1,10 @@
-// Attention of the many nodes of a prompt over a cache, in bfloat16 by tiles: every node sees its own column and those
-// before it, or the last few of them.
+// Attention of the many nodes of a prompt over a cache, in bfloat16 with tiles. Every node sees its own column and all
+// columns before it, or the last few of them.
 //
-// Scores are computed as (columns x nodes), so that the largest of a node, its weights and their sum are taken lane by
-// lane, and the result as (places x nodes) from values that are laid out anew, once per call. A node's result does not
-// depend on the nodes, rows or threads beside it: columns are taken in steps that begin at multiples of `STEP`, and
-// what is not seen has a weight of zero.
+// Scores are computed as (columns x nodes), so that the maximum of a node, its weights and their sum are computed lane
+// by lane. The result is computed as (places x nodes) from values that are transposed once per call. A node's result
+// does not depend on the nodes, rows or threads beside it, because columns are processed in steps that begin at
+// multiples of `STEP`, and hidden columns have a weight of zero.
 
 #include "abi.h"
 #include "threads.h"
@@ -13,23 +13,23 @@
 #if defined(FOREDRAFT_AMX)
 
 enum { NODES = 32, STEP = 128, BLOCK = 32, TILE = 512 };  // a tile of bfloat16 has 512 numbers
-static const float HIDDEN = -1e30f, NONE = -1e20f;        // a score that is not seen, and the largest of no scores
+static const float HIDDEN = -1e30f, NONE = -1e20f;        // score of a hidden column, and initial maximum
 
 
-// 16 rows of 16 numbers of 32 bits, `stride` bytes apart, to columns; rows behind `count` are zero.
+// Reads 16 rows of 16 numbers of 32 bits, `stride` bytes apart, and transposes them; rows from `count` on are zero.
 static inline void read_turned(const char* from, int64_t stride, int64_t count, __m512* turned) {
   for (int64_t i = 0; i < 16; ++i)
     turned[i] = i < count ? _mm512_loadu_ps((const float*)(from + i * stride)) : _mm512_setzero_ps();
   transpose(turned);
 }
 
-// Values (32 columns x places) to tiles of 16 places x 32 columns.
+// Transposes values (32 columns x places) to tiles of 16 places x 32 columns.
 static void turn_values(const uint16_t* values, int64_t count, int64_t size, uint16_t* tiles) {
   const __m512i evens = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
                                          22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
   const __m512i odds = _mm512_add_epi16(evens, _mm512_set1_epi16(1));
   for (int64_t place = 0; place < size; place += 32) {
-    __m512 low[16], high[16];  // of pairs of places: columns 0-15 and 16-31
+    __m512 low[16], high[16];  // pairs of places: columns 0-15 and 16-31
     read_turned((const char*)(values + place), size * 2, least(16, count), low);
     read_turned((const char*)(values + place + 16 * size), size * 2, count - 16, high);
     for (int64_t pair = 0; pair < 16; ++pair) {
@@ -40,11 +40,11 @@ static void turn_values(const uint16_t* values, int64_t count, int64_t size, uin
   }
 }
 
-// What a thread works on: 32 nodes of one head at a time, columns step by step.
+// Scratch memory of a thread for 32 nodes of one head; columns are processed step by step.
 struct Block {
-  uint16_t *queries, *weights, *last_keys;  // tiles of each query; pairs of columns x nodes; keys behind which is nothing
+  uint16_t *queries, *weights, *last_keys;  // tiles of each query; pairs of columns x nodes; padded last keys
   uint16_t* seen_values;                    // of a step
-  float *scores, *sums, *most, *totals;     // columns x nodes, and per query head places x nodes, nodes, nodes
+  float *scores, *sums, *most, *totals;     // columns x nodes; per query head: places x nodes, nodes, nodes
 
   Block(const Attention* call, char* scratch) {
     const int64_t group = call->group;
@@ -65,7 +65,7 @@ struct Block {
   }
 };
 
-// Tiles of 16 pairs of places x 16 nodes, for each half of the nodes.
+// Arranges queries as tiles of 16 pairs of places x 16 nodes, for each half of the nodes.
 static void read_queries(const Attention* call, const uint16_t* query, int64_t count, uint16_t* tiles) {
   for (int64_t half = 0; half < 2; ++half)
     for (int64_t place = 0; place < call->size; place += 32) {
@@ -76,7 +76,7 @@ static void read_queries(const Attention* call, const uint16_t* query, int64_t c
     }
 }
 
-// Tiles 0 to 3 as the quarters of 32 x 32 numbers.
+// Stores tiles 0 to 3 as the quarters of 32 x 32 numbers.
 static inline void store_quarters(float* to) {
   _tile_stored(0, to, 128);
   _tile_stored(1, to + 16, 128);
@@ -84,7 +84,7 @@ static inline void store_quarters(float* to) {
   _tile_stored(3, to + 16 * 32 + 16, 128);
 }
 
-// Scores of 32 columns: two tiles for each half of them.
+// Computes the scores of 32 columns, two tiles for each half of them.
 static inline void score(const uint16_t* keys, const uint16_t* queries, int64_t size, float* scores) {
   _tile_zero(0);
   _tile_zero(1);
@@ -103,12 +103,12 @@ static inline void score(const uint16_t* keys, const uint16_t* queries, int64_t 
   store_quarters(scores);
 }
 
-// Hide of `columns` scores those of columns that a node does not see; the first column is `offset` before the first node.
+// Hides the scores of columns that a node does not see. The first column is `offset` before the first node.
 static void hide(float* scores, int64_t columns, int64_t offset, int64_t window) {
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   for (int64_t half = 0; half < 2; ++half)
     for (int64_t column = 0; column < columns; ++column) {
-      // node i is i + offset - column columns behind this one
+      // node i is i + offset - column columns after this one
       const __m512i distance = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)(16 * half + offset - column)));
       __mmask16 seen = _mm512_cmpge_epi32_mask(distance, _mm512_setzero_si512());
       if (window) seen &= _mm512_cmplt_epi32_mask(distance, _mm512_set1_epi32((int32_t)window));
@@ -117,7 +117,8 @@ static void hide(float* scores, int64_t columns, int64_t offset, int64_t window)
     }
 }
 
-// Scores of some columns to weights in pairs of columns; what was summed before is scaled to the largest score so far.
+// Turns the scores of some columns into weights, in pairs of columns, and rescales earlier sums to the largest score so
+// far.
 static void weigh(const float* scores, int64_t columns, float scale, float* most, float* totals, float* sums,
                   int64_t places, uint16_t* weights) {
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -155,7 +156,7 @@ static void weigh(const float* scores, int64_t columns, float scale, float* most
   }
 }
 
-// Add the values of some columns under their weights to sums (places x nodes).
+// Adds the weighted values of some columns to sums (places x nodes).
 static inline void add_values(const uint16_t* values, int64_t size, int64_t columns, const uint16_t* weights,
                               float* sums) {
   for (int64_t place = 0; place < size; place += 32) {
@@ -179,7 +180,8 @@ static inline void add_values(const uint16_t* values, int64_t size, int64_t colu
   }
 }
 
-// Values of the columns that a node sees, and zeros for the others; `offset` columns lie between it and the first one.
+// Copies the values of the columns that a node sees, with zeros for the others. The node is `offset` after the first
+// column.
 static void copy_seen(const uint16_t* values, int64_t size, int64_t columns, int64_t offset, int64_t window,
                       uint16_t* seen_values) {
   for (int64_t column = 0; column < columns; column += BLOCK) {
@@ -193,7 +195,7 @@ static void copy_seen(const uint16_t* values, int64_t size, int64_t columns, int
   }
 }
 
-// Sums (places x nodes) by totals, to (nodes x places).
+// Divides sums (places x nodes) by totals, and transposes them to (nodes x places).
 static void write_out(const Attention* call, const float* sums, const float* totals, int64_t count, uint16_t* out) {
   const int64_t stride = call->heads * call->group * call->value_size;
   for (int64_t half = 0; half < 2; ++half)
@@ -208,8 +210,8 @@ static void write_out(const Attention* call, const float* sums, const float* tot
     }
 }
 
-// Up to 32 nodes of a row, `first` the first of them, for all query heads of a head of keys. A careful one is of one
-// node, and leaves out values that it does not see: zero times infinity is nothing. Returns: whether all is finite.
+// Processes up to 32 nodes of a row, beginning with `first`, for all query heads of a key head. If `is_careful`, there
+// is one node, and hidden values are skipped, since zero times infinity is NaN. Returns whether all is finite.
 static bool attend(const Attention* call, int64_t row, int64_t head, int64_t first, int64_t count, bool is_careful,
                    const uint16_t* query, const uint16_t* keys, const uint16_t* values, uint16_t* out,
                    const Block& block) {
@@ -254,10 +256,10 @@ static bool attend(const Attention* call, int64_t row, int64_t head, int64_t fir
   return are_finite(block.sums, call->group * NODES * places);
 }
 
-// Laid out values of some heads of one row: as many as there is room for.
+// Memory for transposed values of some heads of one row, as many as fit.
 struct Turned {
   enum { MOST_BYTES = 1 << 26 };
-  int64_t bytes;  // of all that there is room for
+  int64_t bytes;  // of this memory
 
   Turned(const Attention* call) : bytes(0) {
     int64_t largest = 0;
@@ -273,12 +275,12 @@ struct Turned {
   }
 };
 
-// Bytes of scratch that a call needs, aligned to 64.
+// Returns the bytes of scratch that a call needs, aligned to 64.
 int64_t tile_chains_scratch(const Attention* call, int threads) {
   return Turned(call).bytes + threads * Block::bytes(call);
 }
 
-// As foredraft_prefill_attention.
+// Like foredraft_prefill_attention.
 void tile_chains(const Attention* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
                  int threads) {
   uint16_t* turned = (uint16_t*)(scratch + threads * Block::bytes(call));
@@ -298,7 +300,7 @@ void tile_chains(const Attention* call, const void* query, const void* keys, con
         const Block block(call, scratch + thread * Block::bytes(call));
         configure_tiles({16, 16, 16, 16, 16, 16, 16, 16});
         for (int64_t task = begin; task < end; ++task) {
-          const int64_t head = task % heads, first = (blocks - 1 - task / heads) * NODES;  // the longest first
+          const int64_t head = task % heads, first = (blocks - 1 - task / heads) * NODES;  // longest blocks first
           const int64_t count = least(NODES, call->counts[row] - first);
           const auto run = [&](int64_t node, int64_t some, bool is_careful) {
             return attend(call, row, from + head, node, some, is_careful, (const uint16_t*)query,

@@ -1,8 +1,8 @@
-// Products of a few rows with a packed matrix, (M, K) x (K, N) -> (M, N): the weights are read once, at the speed of
-// memory. A row is summed in the same order whatever the number of rows, so its bits do not depend on M.
+// Products of a few rows with a packed matrix, (M, K) x (K, N) -> (M, N). Weights are read once, at full memory
+// bandwidth. A row is summed in the same order whatever the number of rows, so its bits do not depend on M.
 //
 // Built for one instruction set by -DFOREDRAFT_AMX, -DFOREDRAFT_AVX512_BF16, -DFOREDRAFT_AVX512 or -DFOREDRAFT_AVX2,
-// with the matching -m options. See packed_matmul.py for what is packed how.
+// with the matching -m options. packed_matmul.py describes the packed formats.
 
 #include "abi.h"
 #include "floats.h"
@@ -20,7 +20,7 @@
 
 #if defined(FOREDRAFT_AMX) || defined(FOREDRAFT_AVX512_BF16)
 
-// Two registers of sums, 32 outputs, as bfloat16; the last block of a matrix may have fewer.
+// Stores two registers of sums, 32 outputs, as bfloat16. The last block of a matrix may have fewer outputs.
 static inline void store_block(__m512 low, __m512 high, const float* bias, uint16_t* out, int64_t count) {
   if (bias) {
     const __mmask16 first = count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
@@ -39,9 +39,9 @@ static inline void store_block(__m512 low, __m512 high, const float* bias, uint1
 
 #if defined(FOREDRAFT_AMX)
 
-// A matrix of pairs: per block of 32 outputs and 32 inputs two tiles of 16 outputs, each 16 pairs of inputs x 16 outputs.
+// A matrix of pairs has two tiles per block of 32 outputs and 32 inputs. Each tile has 16 pairs of inputs x 16 outputs.
 
-// Tiles 0-3 hold sums (upper and lower rows x two halves of outputs), 4 and 5 inputs, 6 and 7 weights.
+// Tiles 0-3 contain sums (upper and lower rows x two halves of outputs), 4 and 5 inputs, 6 and 7 weights.
 static inline void configure(int64_t upper, int64_t lower) {
   const uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : 1);
   configure_tiles({first, first, second, second, first, second, 16, 16});
@@ -53,7 +53,8 @@ static inline void store_tiles(const float* sums, int64_t rows, const float* bia
     store_block(_mm512_load_ps(sums + row * 32), _mm512_load_ps(sums + row * 32 + 16), bias, out + row * stride, count);
 }
 
-// Up to 32 rows: `step` values from one tile of inputs to the next, rows of a tile `bytes` apart.
+// Multiplies up to 32 rows. `step` is the distance between tiles of inputs in values, `bytes` that between rows of a
+// tile.
 __attribute__((always_inline)) static inline void tile_rows(const uint16_t* upper_rows, const uint16_t* lower_rows, int64_t step, int64_t bytes,
                              int64_t inputs, const uint16_t* weight, bool has_lower, bool fetches) {
   _tile_zero(0);
@@ -92,7 +93,7 @@ static void finish_rows(const Matrix* matrix, int64_t block, int64_t upper, int6
   }
 }
 
-// Few rows, or no memory to lay them out: tiles of inputs are read from where they are.
+// Few rows, or no memory for arranging them: tiles of inputs are read in place.
 static void few_rows(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uint16_t* out, int64_t first_block,
                      int64_t last_block) {
   const int64_t inputs = matrix->inputs;
@@ -111,7 +112,7 @@ static void few_rows(const Matrix* matrix, const uint16_t* x, int64_t num_rows, 
   }
 }
 
-enum { CHUNK = 256 };  // rows that are laid out tile by tile at a time: they stay in the second cache
+enum { CHUNK = 256 };  // rows that are arranged as tiles at a time; they stay in the L2 cache
 
 static void many_rows(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uint16_t* out, int64_t first_block,
                       int64_t last_block) {
@@ -160,7 +161,8 @@ static inline __m512bh pair_of(const uint16_t* x) {
   return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// Adds the products of a tile, 16 outputs and 32 inputs, to sums of rows `stride` apart, and fetches the one after next.
+// Adds the products of a tile, 16 outputs and 32 inputs, to sums of rows `stride` apart, and prefetches the tile after
+// next.
 template <int ROWS>
 static inline void add_tile(const uint16_t* tile, const uint16_t* x, int64_t stride, __m512* sums) {
 #pragma GCC unroll 16
@@ -173,7 +175,7 @@ static inline void add_tile(const uint16_t* tile, const uint16_t* x, int64_t str
   }
 }
 
-// The same of two tiles side by side, so that an input is read once for both; fetches two of them far behind.
+// The same for two tiles side by side, so that an input is read once for both. Prefetches tiles far ahead.
 template <int ROWS>
 static inline void add_tiles(const uint16_t* tiles, const uint16_t* x, int64_t stride, bool fetches, __m512* low,
                              __m512* high) {
@@ -194,8 +196,8 @@ static inline void add_tiles(const uint16_t* tiles, const uint16_t* x, int64_t s
   }
 }
 
-// What comes from memory is read, or fetched, in the order in which it lies there: two tiles read side by side come at
-// half the speed.
+// Weights are read or prefetched in the order of memory addresses. Reading two tiles side by side from memory would be
+// half as fast.
 template <int ROWS>
 static inline void pair_rows(const Matrix* matrix, const uint16_t* x, uint16_t* out, int64_t block, bool fetches) {
   const int64_t inputs = matrix->inputs, first = block * 32;
@@ -203,7 +205,7 @@ static inline void pair_rows(const Matrix* matrix, const uint16_t* x, uint16_t* 
   __m512 low[ROWS], high[ROWS];
   for (int row = 0; row < ROWS; ++row) low[row] = high[row] = _mm512_setzero_ps();
   for (int64_t input = 0; input < inputs; input += 32, tiles += 1024)
-    if (fetches && ROWS < 3) {  // these wait for memory alone
+    if (fetches && ROWS < 3) {  // memory-bound
       add_tile<ROWS>(tiles, x + input, inputs, low);
       add_tile<ROWS>(tiles + 512, x + input, inputs, high);
     } else {
@@ -235,7 +237,7 @@ static void pairs(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uin
 
 #endif
 
-// ---- doors ----------------------------------------------------------------------------------------------------------
+// ---- entry points ---------------------------------------------------------------------------------------------------
 
 static void part(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int64_t first, int64_t last) {
   switch (matrix->kind) {
@@ -248,7 +250,7 @@ static void part(const Matrix* matrix, const void* x, int64_t num_rows, void* ou
 
 #if defined(FOREDRAFT_AMX) || defined(FOREDRAFT_AVX512_BF16)
 
-// Rows of pairs whose inputs are no multiple of 32, with zeros behind them; the packed weights have as many.
+// Pads inputs with zeros to a multiple of 32; the packed weights are padded in the same way.
 static void fill_up(const Matrix* matrix, const uint16_t* x, int64_t num_rows, void* out, int threads) {
   Matrix filled = *matrix;
   filled.inputs = rounded_up(matrix->inputs, 32);
@@ -260,7 +262,7 @@ static void fill_up(const Matrix* matrix, const uint16_t* x, int64_t num_rows, v
 
 #endif
 
-// (num_rows, K) -> (num_rows, N), both contiguous; the threads share the blocks of outputs, and of rows where they are many.
+// (num_rows, K) -> (num_rows, N), both contiguous. Threads share the blocks of outputs, and of rows if there are many.
 extern "C" void foredraft_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads) {
 #if defined(FOREDRAFT_AMX) || defined(FOREDRAFT_AVX512_BF16)
   if (matrix->kind == PAIRS && matrix->inputs % 32) return fill_up(matrix, (const uint16_t*)x, num_rows, out, threads);
@@ -271,12 +273,12 @@ extern "C" void foredraft_product(const Matrix* matrix, const void* x, int64_t n
   const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
   const bool is_large = matrix->kind != PAIRS && num_rows >= MANY && matrix->outputs >= WIDE;
   if (is_large && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads)) return;
-  const int pieces = matrix->kind == PAIRS && num_rows > 32 ? 1 : PIECES;  // tiles of many rows are laid out for each
+  const int pieces = matrix->kind == PAIRS && num_rows > 32 ? 1 : PIECES;  // each piece arranges all rows again
   share_out(blocks, threads, [&](int64_t first, int64_t last, int) { part(matrix, x, num_rows, out, first, last); },
             pieces);
 }
 
-// Says that a matrix is multiplied with next.
+// Announces the matrix of the next product, for prefetching.
 void fetch_matrix(const Matrix& matrix) {
   const bool is_codes = matrix.kind == NIBBLES || matrix.kind == BYTES;
   const int64_t span = is_codes ? (matrix.group ? matrix.group : CODES_SPAN) : matrix.kind == PAIRS ? 32 : 1;
@@ -285,10 +287,10 @@ void fetch_matrix(const Matrix& matrix) {
   fetch_next(matrix.weight, size * rounded_up(matrix.inputs, span) * bits / 8, (matrix.outputs + size - 1) / size);
 }
 
-// Outputs per block of a matrix in float32; those of pairs have 32.
+// Returns the outputs per block of a matrix in float32. Blocks of pairs have 32.
 extern "C" int foredraft_num_outputs() { return BLOCK; }
 
-// Whether this process may use what the library was built for.
+// Returns whether this process may use the instructions that the library was built for.
 extern "C" int foredraft_is_allowed() {
 #if defined(FOREDRAFT_AMX)
   enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };

@@ -1,7 +1,9 @@
-// A model over the few nodes of a step in one call: inputs are looked up, masks made, and the steps of all layers run.
+// A forward pass over the few nodes of a step in one call: inputs are looked up, masks are made, and all layers are
+// run.
 //
-// Between products and attention, operations go node by node over memory that stays in the first cache. What a node gets
-// does not depend on others, see glue.h; what attention and products do, see there.
+// Between products and attention, operations process node after node in memory that stays in the L1 cache. The result
+// of a node does not depend on other nodes. glue.h gives the reasons for operations; the files of attention and
+// products give theirs.
 
 #include "cells.h"
 #include "glue.h"
@@ -14,12 +16,12 @@
 namespace {
 
 enum { LINE = 64, MOST_SCRATCH_THREADS = 256 };
-// Numbers that operations go over from which on threads share nodes: less takes no longer than calling them together.
+// Numbers processed by operations from which threads share nodes. For fewer, starting the threads would take longer.
 enum { SHARED_NUMBERS = 1 << 14 };
 
 int64_t whole_lines(int64_t bytes) { return rounded_up(bytes, LINE); }
 
-struct Room {  // memory that grows with what is asked for
+struct Room {  // memory that grows as needed
   std::vector<char> bytes;
   char* of(int64_t size) {
     if ((int64_t)bytes.size() < size + LINE) bytes.resize(size + LINE);
@@ -141,13 +143,13 @@ const Matrix* first_matrix(const Layer& layer, const Step* from) {
 
 bool is_shared(const Model& model, const Matrix& matrix) { return matrix.inputs * matrix.outputs >= model.least_shared; }
 
-struct Around {  // what the steps of a layer are given beside its weights
-  char* states;          // hidden states, of nodes
+struct Around {  // inputs and outputs of a layer's steps in addition to its weights
+  char* states;          // hidden states of nodes
   char* const* inputs;   // of the model
   char* const* outputs;  // of the layer
   const Store* store;
   int64_t first_row;
-  const Layer* next;     // that runs after it, or null
+  const Layer* next;     // next layer, or null
 };
 
 void run(const Model& model, const Layer& layer, const Around& around, int64_t nodes, Work& work, int threads) {
@@ -193,7 +195,7 @@ void run(const Model& model, const Layer& layer, const Around& around, int64_t n
 
 // ---- rows of nodes --------------------------------------------------------------------------------------------------
 
-// Which columns every node sees, (rows, most, longest), 0 for those; null where all see all.
+// Returns a mask (rows, most, longest) with 0 for visible columns; null if all nodes see all columns.
 const void* mask_for(const Nodes& fed, const Form& form, const Listed& nodes, Room& room) {
   if (all_see_all(fed, nodes, form.window)) return nullptr;
   const int64_t item = form.kind == FLOAT32 ? 4 : 2;
@@ -202,7 +204,7 @@ const void* mask_for(const Nodes& fed, const Form& form, const Listed& nodes, Ro
   return mask;
 }
 
-// The rows of a table that nodes have, (nodes, bytes); false for one that there is not.
+// Looks up the rows of a table for all nodes, (nodes, bytes). Returns false for an index outside the table.
 bool look_up(const Nodes& fed, const Table& table, char* out) {
   for (int64_t row = 0; row < fed.rows; ++row)
     for (int64_t node = 0; node < fed.counts[row]; ++node, out += table.bytes) {
@@ -217,7 +219,7 @@ bool look_up(const Nodes& fed, const Table& table, char* out) {
   return true;
 }
 
-// Calls of attention of every form, and their masks.
+// Prepares the attention calls of every form, and their masks.
 void prepare(const Model& model, const Store& store, const Nodes& fed, Work& work, int threads) {
   const Listed& nodes = work.nodes;
   int64_t scratch = 0, seen = 0;
@@ -242,7 +244,7 @@ void prepare(const Model& model, const Store& store, const Nodes& fed, Work& wor
   work.scratch.of(scratch * sizeof(float));
 }
 
-// Threads that are worth keeping together for a forward: those of models whose layers share products.
+// Returns the number of threads to keep ready during a forward pass: all, if any product of the model is shared.
 int crew_of(const Model& model, int threads) {
   for (const Layer* layer = model.layers; layer < model.layers + model.num_layers; ++layer)
     for (const Step* step = layer->program->steps; step < layer->program->steps + layer->program->num_steps; ++step)
@@ -296,7 +298,7 @@ int64_t forward(const Model& model, const Table* tables, const Store& store, con
 
 }  // namespace
 
-// Runs nodes behind what a cache holds, and writes their keys and values there.
+// Runs nodes after the tokens in a cache, and writes their keys and values to the cache.
 extern "C" int64_t foredraft_forward(const Model* model, const Table* tables, const Store* store, const Nodes* fed,
                                      const Results* results, int threads) {
   int64_t done = DONE;
@@ -340,8 +342,8 @@ static int64_t chains(const Model* model, const Table* tables, const Store* stor
   }
 }
 
-// Runs chains, and behind the last node of every row its likeliest tokens, one after another; of those that are found the
-// last one is not run. Returns: how many forwards that took, or OUT_OF_RANGE.
+// Runs chains, then drafts the most likely tokens after the last node of every row, one after another. The last drafted
+// token of a row is not run. Returns the number of forward passes, or OUT_OF_RANGE.
 extern "C" int64_t foredraft_chains(const Model* model, const Table* tables, const Store* store, const Nodes* fed,
                                     const Drafts* drafts, int threads) {
   int64_t done = DONE;

@@ -1,5 +1,5 @@
-// Weights of 8 and 4 bits into the order in which products read them: rounded on the way, or as codes that are given. Nothing
-// but the matrix itself takes memory.
+// Packing of weights as codes of 8 and 4 bits in the order in which products read them. Floats are rounded on the way,
+// codes are copied. No other memory than the matrix is needed.
 
 #include "abi.h"
 #include "functions.h"
@@ -11,9 +11,9 @@
 
 static const float LEAST_STEP = 1e-30f, LEAST_HALF_STEP = 0x1p-16f, MOST_HALF_STEP = 65504.0f;
 
-// Where codes of an output lie, and its scales and zeros.
+// Position of an output's codes, scales and zeros.
 struct Place {
-  int64_t inputs, groups, block, lane;  // inputs: with those behind the last one
+  int64_t inputs, groups, block, lane;  // inputs: padded
   uint8_t* codes;
 
   Place(const Matrix& matrix, int64_t output) : block(output / CODES_BLOCK), lane(output % CODES_BLOCK) {
@@ -23,7 +23,7 @@ struct Place {
   }
   int64_t of_group(int64_t group) const { return (block * groups + group) * CODES_BLOCK + lane; }
 
-  // Eight codes, from an input on whose number is a multiple of 8.
+  // Writes eight codes, beginning at an input whose index is a multiple of 8.
   void write(int64_t kind, int64_t input, const uint8_t* eight) const {
     if (kind == BYTES) {
       for (int64_t four = 0; four < 2; ++four)
@@ -47,9 +47,9 @@ static void write_number(int64_t kind, const void* to, int64_t place, float valu
 
 static float as_stored(int64_t kind, float value) { return kind == FLOAT16 ? rounded<Float16>(value) : value; }
 
-// How numbers of a group are rounded: (number - begin) / step, and what is added to that.
+// Rounding of a group's numbers: the code is (number - begin) / step, rounded, plus an offset.
 struct Steps {
-  float step, begin, zero;  // zero: as it is stored
+  float step, begin, zero;  // zero: as stored
 
   Steps(const Matrix& matrix, float low, float high, bool is_finite) : begin(0), zero(0) {
     if (!matrix.zeros) {
@@ -65,7 +65,7 @@ struct Steps {
       else
         zero = begin = as_stored(matrix.zero_kind, low);
     }
-    if (!is_finite) step = NAN;  // then nothing that is multiplied by it is a number
+    if (!is_finite) step = NAN;  // every product with it becomes NaN
   }
 };
 
@@ -76,7 +76,7 @@ static void round_output(const Matrix& matrix, const T* row, int64_t output) {
   const float middle = matrix.kind == BYTES ? 128 : 8, most = 2 * middle - 1, least_code = matrix.zeros ? 0 : 1;
   for (int64_t group = 0; group < place.groups; ++group, row += size) {
     const int64_t count = least(size, matrix.inputs - group * size);
-    // what is missing of the last group counts as zeros
+    // missing inputs of the last group count as zeros
     Vector low = count < size ? zero() : all(INFINITY), high = count < size ? zero() : all(-INFINITY), check = zero();
     for (int64_t i = 0; i < count; i += LANES) {
       const Vector numbers = read_first(row + i, count - i);
@@ -101,7 +101,7 @@ static void round_output(const Matrix& matrix, const T* row, int64_t output) {
   }
 }
 
-// Rounds rows of a weight (count, inputs) of a kind, which are outputs from `first` on, to codes, scales and zeros of a matrix.
+// Rounds rows of a weight (count, inputs), outputs `first` and following of a matrix, to codes, scales and zeros.
 extern "C" void foredraft_round(const Matrix* matrix, const void* weight, int64_t kind, int64_t first, int64_t count,
                                 int threads) {
   share_each(count, threads, [=](int64_t row, int) {
@@ -114,7 +114,7 @@ extern "C" void foredraft_round(const Matrix* matrix, const void* weight, int64_
   });
 }
 
-// Lays codes (count, inputs), in bytes, of outputs from `first` on in a matrix.
+// Packs codes (count, inputs), one per byte, as outputs `first` and following of a matrix.
 extern "C" void foredraft_pack_codes(const Matrix* matrix, const uint8_t* codes, int64_t first, int64_t count, int threads) {
   share_each(count, threads, [=](int64_t row, int) {
     const Place place(*matrix, first + row);

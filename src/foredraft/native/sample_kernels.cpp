@@ -1,6 +1,5 @@
-// The best tokens of rows of scores: the largest, the k largest, and the largest under keyed noise. Each reads a row
-// once; what it returns is what the passes of numpy in choice.py and noise.py return. Threads share the
-// rows.
+// The best tokens of rows of scores: the largest, the k largest, and the largest with keyed noise. Each function reads
+// a row once and returns the same as the numpy functions in choice.py and noise.py. Threads share the rows.
 
 #include "abi.h"
 #include "threads.h"
@@ -12,9 +11,9 @@
 #include <numeric>
 #include <vector>
 
-enum { BLOCK = 128 };  // scores that are looked at together
+enum { BLOCK = 128 };  // scores that are examined together
 
-// Numbers of either width as integers in the same order. -0 and 0 are one number.
+// Floats of either width as integers in the same order. -0 and 0 are equal.
 
 struct Half {
   typedef int16_t Key;
@@ -120,7 +119,7 @@ static void widen(const void* values, int64_t kind, int64_t count, float* out) {
   }
 }
 
-// The k best of the scores with noise, best first, of equal ones the first.
+// The k best scores with noise, best first; of equal ones, the first column first.
 struct Winners {
   int64_t k, *columns;
   double* values;
@@ -138,12 +137,12 @@ struct Winners {
   }
 };
 
-// Scores over their temperature are in the row (count,), the largest of every block in `peaks`. Few tokens have the
-// noise to overtake what was found so far: the hash alone tells which, and only these get theirs.
+// The row (count,) contains scores divided by the temperature, and `peaks` the largest of every block. Few tokens have
+// enough noise to overtake the best so far. The hash alone shows which, and only their noise is computed.
 static void gumbel_best(const float* row, const float* peaks, int64_t count, uint64_t key, const int64_t* names,
                         Winners& winners) {
   const int64_t num_blocks = (count + BLOCK - 1) / BLOCK;
-  static thread_local std::vector<int64_t> order;  // those with the largest scores first
+  static thread_local std::vector<int64_t> order;  // blocks, those with the largest scores first
   order.resize(num_blocks);
   std::iota(order.begin(), order.end(), 0);
   std::partial_sort(order.begin(), order.begin() + std::min(winners.k, num_blocks), order.end(),
@@ -159,7 +158,7 @@ static void gumbel_best(const float* row, const float* peaks, int64_t count, uin
   for (const int64_t block : order) {
     if (peaks[block] == -std::numeric_limits<float>::infinity()) continue;
     const double least = winners.last() - (double)peaks[block];
-    if (!(least < 37.0)) continue;  // no noise is as large
+    if (!(least < 37.0)) continue;  // no noise is that large
     const int64_t start = block * BLOCK, size = std::min<int64_t>(BLOCK, count - start);
     const uint64_t bound = least_bits(least);
     uint64_t any = 0;
@@ -174,9 +173,9 @@ static void gumbel_best(const float* row, const float* peaks, int64_t count, uin
   }
 }
 
-// ---- what Python calls ----------------------------------------------------------------------------------------------
+// ---- functions for Python -------------------------------------------------------------------------------------------
 
-static thread_local std::vector<float> room;  // a row over its temperature, and the largest of every block
+static thread_local std::vector<float> room;  // a row divided by the temperature, and the largest of every block
 
 static inline const char* row_of(const void* values, int64_t kind, int64_t stride, int64_t row) {
   return (const char*)values + row * stride * (kind == FLOAT32 ? 4 : 2);
@@ -184,7 +183,8 @@ static inline const char* row_of(const void* values, int64_t kind, int64_t strid
 
 extern "C" {
 
-// Rows are `stride` numbers apart. -1 for a row with NaN or infinity, or nothing above minus infinity.
+// Index of the largest score of a row; rows are `stride` numbers apart. Returns -1 for a row with NaN or infinity, and
+// for one with only minus infinity.
 int64_t foredraft_argmax_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count) {
   const void* from = row_of(values, kind, stride, row);
   return kind == FLOAT32 ? argmax<Single>((const int32_t*)from, count, infinity_of(kind))
@@ -197,7 +197,7 @@ void foredraft_argmax(const void* values, int64_t kind, int64_t rows, int64_t st
              [&](int64_t row, int) { out[row] = foredraft_argmax_at(values, kind, row, stride, count); });
 }
 
-// The k <= 64 largest of some rows, best first, equal ones by number: (rows, k).
+// The k <= 64 largest of some rows, best first and ties by index: (rows, k).
 void foredraft_best(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count,
                     const int64_t* numbers, int64_t k, int64_t* out, int threads) {
   share_each(rows, threads, [&](int64_t row, int) {
@@ -207,8 +207,8 @@ void foredraft_best(const void* values, int64_t kind, int64_t rows, int64_t stri
   });
 }
 
-// The k largest of score / temperature + noise of a row, best first, and these sums; -1 and minus infinity where there
-// are none, and in rows as above. Columns stand for the tokens in `names`, or for their own numbers where that is null.
+// The k largest sums of score / temperature + noise in a row, best first, with their columns. Missing results, and all
+// results of bad rows, are -1 and minus infinity. `names` are the token ids of columns; null if columns are token ids.
 void foredraft_gumbel_best_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count,
                               float temperature, uint64_t key, const int64_t* names, int64_t k, int64_t* columns,
                               double* sums) {

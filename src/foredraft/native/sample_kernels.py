@@ -1,8 +1,8 @@
-"""The best tokens of rows of scores by compiled code, which reads every row once.
+"""Selection of the best tokens in rows of scores, by compiled code that reads every row once.
 
-A step of decoding leaves nothing of numpy's or torch's code in the processor's caches, so that each of the dozen
-operations which a choice takes there costs 10 to 25 microseconds, whatever it has to do. One call costs as much as one
-of them. Where there is no compiler these operations make the same choices.
+A decoding step displaces numpy's and torch's code from the processor's caches. Each of the dozen numpy or torch
+operations of a selection then costs 10 to 25 microseconds, whatever its size. One call of compiled code costs as much
+as one of them. Without a compiler, these operations make the same choices.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from foredraft.native.abi import array_of
 from foredraft.native.library import KINDS, Library, library
 
 LEAST_VOCABULARY = 4096
-"""Shorter rows are not worth a compiler's time."""
+"""Smallest vocabulary for which the kernels are worth compiling."""
 MOST_BEST = 64
 
 
 @cache
 def kernels() -> Library | None:
-    """Those of this CPU; None where there are none."""
+    """Return the kernels for this CPU, or None if there are none."""
     return library()
 
 
 def argmax(scores: Tensor) -> Tensor | None:
-    """Lowest index of the largest of every row (M, V), -1 in bad rows: int64 (M,). None where that cannot be had."""
+    """Return the lowest index of the maximum of every row (M, V), -1 for bad rows: int64 (M,). None without kernels."""
     table = _table(scores)
     if table is None:
         return None
@@ -40,7 +40,7 @@ def argmax(scores: Tensor) -> Tensor | None:
 
 
 def argmax_at(scores: Tensor, row: int) -> int | None:
-    """`argmax` of one row of (M, V)."""
+    """Return `argmax` of one row of (M, V); None without kernels."""
     table = _table(scores)
     if table is None:
         return None
@@ -49,7 +49,7 @@ def argmax_at(scores: Tensor, row: int) -> int | None:
 
 
 def gumbel_argmax_at(scores: Tensor, row: int, temperature: float, key: int) -> int | None:
-    """The first of `gumbel_best` of one row of (M, V)."""
+    """Return the first column of `gumbel_best` of one row of (M, V); None without kernels."""
     table = _table(scores)
     if table is None:
         return None
@@ -61,7 +61,10 @@ def gumbel_argmax_at(scores: Tensor, row: int, temperature: float, key: int) -> 
 
 
 def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | None:
-    """Ids of the k largest of some rows of (M, V), best first, equal ones by id: int64 (rows, k). None as above."""
+    """Return the ids of the k largest scores of some rows of (M, V), best first and ties by id: int64 (rows, k).
+
+    None without kernels.
+    """
     if not 0 < k <= min(MOST_BEST, scores.shape[-1]):
         return None
     table = _table(scores)
@@ -79,15 +82,17 @@ def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | 
 def gumbel_best(
     scores: Tensor, temperature: float, keys: Sequence[int], k: int, names: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """The k largest of score / temperature + match noise of every row, best first. None as above.
+    """Return the k largest sums of score / temperature + match noise in every row, best first; None without kernels.
 
     Args:
-      scores: (M, V), of which every one may be chosen.
+      scores: (M, V); all columns are candidates.
+      temperature: divisor of the scores.
       keys: M keys of the match stream.
-      names: int64 (V,), the tokens that columns stand for; None for their own numbers.
+      k: number of results per row.
+      names: int64 (V,), token ids of the columns; None if columns are token ids.
 
-    Returns: columns int64 and these sums float64, (M, k); -1 and -inf where there are none, and in bad rows.
-    Exactness: the sums that are largest among those of all tokens, in float64; see `foredraft.sampling.noise`.
+    Returns: columns int64 and their sums float64, (M, k); -1 and -inf for missing results and in bad rows.
+    Exactness: the largest sums over all tokens, in float64; see `foredraft.sampling.noise`.
     """
     table = _table(scores) if 0 < k <= MOST_BEST else None
     if table is None:
@@ -111,7 +116,7 @@ def gumbel_best(
 
 
 def _table(scores: Tensor) -> tuple[Library, tuple[int, ...]] | None:
-    """Kernels for scores (M, V), and what they are given of these; None where they are not for these."""
+    """Return kernels and their arguments for scores (M, V); None if the kernels do not support these scores."""
     kind = KINDS.get(scores.dtype)
     if kind is None or not scores.is_cpu or scores.ndim != 2:
         return None

@@ -1,9 +1,10 @@
-// Work for the threads of libgomp, which torch's own operators and inductor's kernels between ours run on, too: a second
-// pool would wait for processors beside them. The two functions are those that `#pragma omp parallel` calls. They are
-// called by name, and nothing is linked to, so that whoever compiled this gets the library that torch has loaded.
+// Work runs on the threads of libgomp, which also run torch's operators and inductor's kernels between ours. A second
+// pool would compete with them for processors. The two functions are those that `#pragma omp parallel` calls. They are
+// looked up by name without linking, so that the library that torch has loaded is used, whatever compiler built this
+// file.
 //
-// Calling threads together and waiting for all of them takes 2 us, and a forward has hundreds of products. So it keeps
-// them as a crew, which waits for work within one call.
+// Starting all threads and waiting for them takes 2 us, and a forward pass has hundreds of products. A forward pass
+// therefore keeps the threads as a crew that waits for work within one call.
 
 #include "threads.h"
 
@@ -20,12 +21,12 @@ namespace {
 enum { MOST_THREADS = 256 };
 
 struct alignas(64) Share {
-  std::atomic<int64_t> next{0};  // piece that nobody has begun
+  std::atomic<int64_t> next{0};  // first piece that is not begun
 };
 
 std::atomic<int> limit{MOST_THREADS};
 
-struct Shared {  // work that is shared out
+struct Shared {  // work that is divided among threads
   int64_t count, shares;
   int pieces, threads;
   Task task;
@@ -42,16 +43,16 @@ struct Shared {  // work that is shared out
   }
 };
 
-// Memory that a thread will read: beside the work that runs, and read with no lock, since to fetch what is not needed any
-// more harms nothing.
+// Memory that a thread will read soon. It is written while work runs and read without a lock, since prefetching memory
+// that is not needed does no harm.
 struct Next {
   std::atomic<const char*> memory{nullptr};
   std::atomic<int64_t> bytes{0}, count{0};
 };
 
-enum { LINE = 64, AT_ONCE = 16 * LINE, MOST_FETCHED = 1 << 17 };  // bytes: half of a small second cache
+enum { LINE = 64, AT_ONCE = 16 * LINE, MOST_FETCHED = 1 << 17 };  // bytes: half of a small L2 cache
 
-// What one thread has fetched of what comes next: the beginning of its share, as far as it stays in its cache.
+// Progress of one thread in prefetching: the beginning of its share, as far as it fits into its cache.
 struct Fetching {
   const char* memory = nullptr;
   int64_t done = 0;
@@ -70,7 +71,7 @@ struct Fetching {
   }
 };
 
-// Some 50 us, many times what lies between two products; then others are let by, and then there is no hurry.
+// Threads spin for about 50 us, much longer than the time between two products; then they yield, and finally sleep.
 enum { SPINS = 4096, YIELDS = 64, NAP = 50 * 1000 };
 
 void rest(int& spins) {
@@ -81,8 +82,8 @@ void rest(int& spins) {
   nanosleep(&nap, nullptr);
 }
 
-// Threads that wait for work. `state` counts the works so far, says whether one can be joined, and how many have; who
-// shares it out waits for those who have joined and for nobody else.
+// Threads that wait for work. `state` contains the number of works so far, whether the current one can be joined, and
+// how many threads have joined. The thread that shares out work waits only for those that have joined.
 struct Crew {
   enum : uint64_t { MEMBERS = (1 << 16) - 1, OPEN = 1 << 16, ENDED = 1 << 17, WORK = 1 << 18 };
 
@@ -90,7 +91,7 @@ struct Crew {
   alignas(64) std::atomic<uint64_t> state{0};
   alignas(64) Next next;
   Shared shared;
-  Fetching fetching;  // of the one who shares out
+  Fetching fetching;  // of the thread that shares out work
 
   explicit Crew(int64_t threads) : threads(threads) {}
 
@@ -125,7 +126,7 @@ thread_local Crew* crew = nullptr;
 
 }  // namespace
 
-// How many threads may work at most, whatever a call allows.
+// Sets the most threads that may work, whatever a call allows.
 extern "C" void foredraft_limit_threads(int threads) { limit = threads < MOST_THREADS ? threads : MOST_THREADS; }
 
 static int within_limit(int threads) {
@@ -144,7 +145,7 @@ void share_out(int64_t count, int threads, int pieces, Task task, const void* wo
   if (crew) {
     fill(crew->shared);
     for (int64_t i = 0; i < shares; ++i) crew->shared.all[i].next.store(0, std::memory_order_relaxed);
-    Crew* own = std::exchange(crew, nullptr);  // what shares out within its work does so by itself
+    Crew* own = std::exchange(crew, nullptr);  // work that is shared out within this work runs on one thread
     own->share_out();
     crew = own;
     return;

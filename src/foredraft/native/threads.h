@@ -1,18 +1,18 @@
-// Work that is shared out among threads: each has a share of its own, in pieces, and takes over those of others that
-// nobody has begun. So a thread that the system keeps from running holds up one piece, not a share.
+// Division of work among threads. Each thread has a share that is cut into pieces, and takes over pieces of other
+// threads that are not begun. If the system pauses a thread, it delays only one piece instead of a whole share.
 
 #pragma once
 
 #include <stdint.h>
 
-enum { PIECES = 32 };  // that a thread's share is cut into at most: another thread that is free takes them over
+enum { PIECES = 32 };  // most pieces of a thread's share
 
 typedef void (*Task)(const void* work, int64_t first, int64_t last, int thread);
 
 void share_out(int64_t count, int threads, int pieces, Task task, const void* work);
 
-// Calls work(first, last, thread) for ranges that make up [0, count), on up to `threads` threads; `thread` is less than
-// that, and no two calls with the same one run at a time. Returns when all are done.
+// Calls work(first, last, thread) for ranges that together cover [0, count), on up to `threads` threads. `thread` is
+// less than `threads`, and no two calls with the same `thread` overlap. Returns when all calls are done.
 template <typename Work>
 static inline void share_out(int64_t count, int threads, const Work& work, int pieces = PIECES) {
   if (threads > 1 && count > 1)
@@ -22,7 +22,7 @@ static inline void share_out(int64_t count, int threads, const Work& work, int p
   if (count > 0) work(0, count, 0);
 }
 
-// As above, one after another: work(index, thread).
+// Calls work(index, thread) for every index in [0, count), divided in the same way.
 template <typename Work>
 static inline void share_each(int64_t count, int threads, const Work& work) {
   share_out(count, threads, [&](int64_t first, int64_t last, int thread) {
@@ -32,13 +32,13 @@ static inline void share_each(int64_t count, int threads, const Work& work) {
 
 void gather_crew(int threads, void (*work)(void*), void* given);
 
-// Calls work(), and has up to `threads` threads together meanwhile: what it shares out begins at once, nothing waits for
-// a thread that has not come, and threads without work fetch what `fetch_next` names.
+// Calls work() with up to `threads` threads kept ready. Work that it shares out begins at once and does not wait for
+// threads that have not arrived. Idle threads prefetch the memory given to `fetch_next`.
 template <typename Work>
 static inline void with_crew(int threads, Work work) {
   if (threads < 2) return work();
   gather_crew(threads, [](void* given) { (*(Work*)given)(); }, &work);
 }
 
-// Says what will be shared out after the work that is shared out next: `count` units of `bytes` that lie together.
+// Announces the memory of the work after the next: `count` units of `bytes` each, contiguous.
 void fetch_next(const void* memory, int64_t bytes, int64_t count);

@@ -1,4 +1,4 @@
-"""How many threads models run on: no more than a cgroup's quota, and fewer while others keep processors busy."""
+"""Number of threads that models run on: at most a cgroup's quota, and fewer while other programs use the processors."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from foredraft.machine import cpu_quota, num_cpus
 logger = logging.getLogger("foredraft")
 
 WAITED = 3.0
-"""How many times the processor time of its thread a step takes that waited for others."""
+"""Ratio of elapsed time to processor time from which a step has waited for other programs."""
 CALM = 1.5
-"""The same of steps after which more threads are tried."""
-WINDOW = 16  # steps that are looked at
-FEW_STEPS = 64  # on fewer threads, before more are tried
-MOST_STEPS = 2048  # that come between trials which have failed one after another
+"""Ratio below which more threads are tried."""
+WINDOW = 16  # steps whose median ratio counts
+FEW_STEPS = 64  # steps on fewer threads before more are tried
+MOST_STEPS = 2048  # most steps between trials, after several have failed
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Helpers:
-    """Watches steps, and lets fewer threads work while these wait for processors that others use.
+    """Controller of the number of kernel threads. It reduces the number while steps wait for busy processors.
 
-    A step usually takes as long as its thread computes. One that takes many times that waited: for a processor, or for
-    a thread that had none. Threads that are not there need not be waited for, and leave room to others. The same holds
-    for all models of a process, so there is one of these in it.
+    A step usually takes as long as its thread computes. A step that takes many times that has waited for a processor,
+    or for another thread without one. With fewer threads there is less to wait for, and other programs get more
+    processors. The same holds for all models of a process, which therefore share one controller.
 
-    It is said only where speeds are affected: not of a burst, after which all threads work again, but where a trial of
-    more threads makes steps wait once more, or where they wait even on fewer.
+    A log line appears only if speeds are affected for long: when a trial of more threads makes steps wait again, or
+    when they wait even on fewer threads. A short burst of other load is not logged.
 
     Args:
-      limit: told how many threads may work; results do not depend on it.
-      clock, processor_clock: seconds, and those that this thread has computed.
+      limit: function that sets the number of threads.
+      clock: function that returns elapsed seconds.
+      processor_clock: function that returns the processor seconds of this thread.
 
     Exactness: results do not depend on the number of threads.
     """
@@ -55,16 +56,16 @@ class Helpers:
         self._lock = forking.lock()
         self._all = self._threads = 0
         self._ratios: deque[float] = deque(maxlen=WINDOW)
-        self._num_steps = 0  # since the number of threads changed
+        self._num_steps = 0  # steps since the number of threads changed
         self._patience = FEW_STEPS
-        self._is_trial = False  # whether more threads are tried than did well before
+        self._is_trial = False  # whether this is a trial of more threads
         self._is_told = False
-        self._waited = 1.0  # the ratio at which there were too many threads
-        self._num_fewer = 0  # steps since then
+        self._waited = 1.0  # ratio at which the number of threads was last reduced
+        self._num_fewer = 0  # steps on fewer threads
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run a step within it."""
+        """Context manager around a step, which measures it."""
         start, computed = self._clock(), self._processor_clock()
         yield
         computed, seconds = self._processor_clock() - computed, self._clock() - start
@@ -73,11 +74,11 @@ class Helpers:
 
     @property
     def num_threads(self) -> int:
-        """How many may work at present; 0 before the first step."""
+        """Number of threads at present; 0 before the first step."""
         return self._threads
 
     def _learn(self, ratio: float, threads: int) -> None:
-        if threads != self._all:  # the first step, or someone has asked for another number
+        if threads != self._all:  # the first step, or torch.set_num_threads was called
             self._all = threads
             self._patience = FEW_STEPS
             self._run_on(threads)
@@ -112,8 +113,8 @@ class Helpers:
         if not self._is_told:
             self._is_told = True
             logger.info(
-                "other programs have used the processors for %d steps: these took %.1f times as long as they compute, "
-                "so speeds measured meanwhile are too low; kernels run on %d of %d threads until that ends",
+                "other programs have kept the processors busy for %d steps, which took %.1f times their own computing "
+                "time, so speeds measured meanwhile are too low; kernels run on %d of %d threads until the load drops",
                 self._num_fewer,
                 self._waited,
                 self._threads,
@@ -128,12 +129,12 @@ class Helpers:
 
 
 def keep_to_quota(quota: float | None = None) -> None:
-    """Let torch run no more threads than the cgroup's quota has processors, unless the user has chosen a number.
+    """Limit torch's threads to the processors in the cgroup's quota, unless the user has chosen a number of threads.
 
-    Torch counts processors, not what the process may use of them: beyond that, threads wait for each other's turns.
+    Torch counts processors, not the share of them that the process may use. Threads beyond it wait for each other.
 
     Args:
-      quota: in processors; by default that of this process.
+      quota: number of processors; by default the quota of this process.
     """
     most = _most(cpu_quota() if quota is None else quota)
     is_chosen = any(name in os.environ for name in CHOSEN_BY) or torch.get_num_threads() not in _defaults()
@@ -142,7 +143,7 @@ def keep_to_quota(quota: float | None = None) -> None:
 
 
 def threads_note(quota: float | None = None) -> str:
-    """The number of threads, where the quota sets it; empty elsewhere."""
+    """Describe the number of threads if the quota determines it; empty otherwise."""
     most = _most(cpu_quota() if quota is None else quota)
     if most is None or most >= min(_defaults()) or torch.get_num_threads() != most:
         return ""
@@ -154,6 +155,6 @@ def _most(quota: float | None) -> int | None:
 
 
 def _defaults() -> tuple[int, int]:
-    """Numbers of threads that torch takes by itself: of processors, or of cores with two each."""
+    """Return torch's default numbers of threads: one per processor, or one per core with two processors."""
     cpus = num_cpus()
     return cpus, max(1, cpus // 2)

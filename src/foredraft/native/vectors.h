@@ -1,4 +1,4 @@
-// Vectors of float32 by instruction set, read from and written to memory of any kind.
+// Vectors of float32 by instruction set, with reads from and writes to memory of any format.
 
 #pragma once
 
@@ -51,7 +51,7 @@ static inline Vector read(const uint8_t* from) {
 }
 #endif
 
-// The first numbers of a vector, and zeros behind them: 0 < count.
+// Reads the first `count` numbers of a vector, followed by zeros: 0 < count.
 static inline Vector read_first(const float* from, int64_t count) {
   if (count >= LANES) return read(from);
 #if defined(FOREDRAFT_AVX2)
@@ -87,7 +87,7 @@ static inline float value_of(Bfloat16 from) {
   return value;
 }
 
-// Whole vectors in half precision, rounded as single numbers are.
+// Write whole vectors in half precision, with the same rounding as single numbers.
 #if defined(FOREDRAFT_AVX2)
 static inline void write(Float16* to, Vector values) {
   _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
@@ -113,7 +113,7 @@ static inline void write(Bfloat16* to, Vector values) {
 }
 #endif
 
-// The first numbers of a vector, as another kind in memory; none where the count is not above 0.
+// Writes the first `count` numbers of a vector in another format; none if count <= 0.
 template <typename T>
 static inline void write_first(T* to, Vector values, int64_t count) {
   if (count >= LANES) return write(to, values);
@@ -122,7 +122,7 @@ static inline void write_first(T* to, Vector values, int64_t count) {
   for (int64_t i = 0; i < count && i < LANES; ++i) store(to + i, numbers[i]);
 }
 
-// Whether all are numbers, and none is infinite; as many as two vectors or a multiple.
+// Whether all numbers are finite. `count` must be a multiple of two vectors.
 static inline bool are_finite(const float* values, int64_t count) {
   Vector low = zero(), high = zero();
   for (int64_t i = 0; i < count; i += 2 * LANES) {
@@ -141,7 +141,7 @@ static inline float rounded(float value) {
   return value_of(kept);
 }
 
-// As many vectors as they have lanes, rows to columns.
+// Transposes as many vectors as a vector has lanes.
 #if defined(FOREDRAFT_AVX2)
 static inline void transpose(Vector* r) {
   Vector t[8], s[8];
@@ -192,7 +192,7 @@ struct __attribute__((packed)) TileConfig {
   uint8_t rows[16];
 };
 
-// Eight tiles of so many rows of 64 bytes.
+// Configures eight tiles with the given numbers of rows of 64 bytes.
 static inline void configure_tiles(const uint8_t (&rows)[8]) {
   TileConfig config;
   memset(&config, 0, sizeof config);

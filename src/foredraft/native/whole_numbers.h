@@ -1,4 +1,4 @@
-// Vectors of whole numbers by instruction set, and sums of products of bytes.
+// Vectors of integers by instruction set, and sums of products of bytes.
 
 #pragma once
 
@@ -28,7 +28,7 @@ static inline int32_t sum_of_whole(Whole values) {
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
 }
-static inline void write_bytes(uint8_t*, Whole) {}  // without VNNI nothing multiplies bytes
+static inline void write_bytes(uint8_t*, Whole) {}  // not used without VNNI, which multiplies bytes
 static inline void write_split(uint8_t*, Whole) {}
 static inline void write_words(uint8_t* to, Whole values) {
   const __m128i words = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packs_epi32(values, values), 0x08));
@@ -61,7 +61,7 @@ static inline int32_t sum_of_whole(Whole values) { return _mm512_reduce_add_epi3
 static inline void write_bytes(uint8_t* to, Whole values) {
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(values));
 }
-static inline void write_split(uint8_t* to, Whole values) {  // values = 256 * upper + lower, both with a sign
+static inline void write_split(uint8_t* to, Whole values) {  // values = 256 * upper + lower, both signed
   const __m128i lower = _mm512_cvtepi32_epi8(values);
   const __m128i upper = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(128)), 8));
   _mm_storeu_si128((__m128i*)to, _mm_unpacklo_epi32(upper, lower));
@@ -82,7 +82,7 @@ static WITH_VNNI Whole add_pairs_at_once(Whole sums, Whole a, Whole b) { return 
 static WITH_VNNI Whole add_fours_at_once(Whole sums, Whole a, Whole b) { return _mm512_dpbusd_epi32(sums, a, b); }
 #endif
 
-// Four bytes in every place.
+// Repeats four bytes in every lane.
 static inline Whole four_of(const void* values) {
   int32_t four;
   memcpy(&four, values, 4);

@@ -1,11 +1,11 @@
-"""Models that are available by name, ``zoo:NAME``: a toy pair that ships with the package, and real ones by recipe.
+"""Models that are available by name, ``zoo:NAME``: a toy pair that ships with the package, and converted real models.
 
-A model of the zoo is a folder beside this file with a ``manifest.json`` (`Manifest`) and whatever it brings along:
+A model of the zoo is a folder beside this file with a ``manifest.json`` (`Manifest`) and the files that it includes:
 
     tiny/target/     the target, with the tokenizer that all parts share
-    tiny/draft/      its drafter
+    tiny/draft/      its draft model
     tiny/README.md   provenance, licence, measured figures
-    smollm2/         a manifest and heads: another distribution carries the weights, converted once into a cache
+    smollm2/         a manifest and heads; the weights are in another distribution and are converted once into a cache
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ _PARTS = ("target", "draft", "tokenizer")
 
 
 def manifest(name: str) -> Manifest:
-    """Return the manifest of a model: the facts known before it is loaded.
+    """Return the manifest of a model, with the facts known before it is loaded.
 
     Args:
         name: one of `names()`; a leading ``zoo:`` is allowed.
 
     Raises:
-        ConfigError: no such model; the message names the nearest one.
+        ConfigError: no such model; the message suggests the nearest name.
     """
     name = _known(name.removeprefix(PREFIX), names(), "model of the zoo")
     return read_manifest(root() / name / MANIFEST)
 
 
 def is_available(name: str) -> bool:
-    """Whether `load` would find the model here, after a conversion where that is still to be done."""
+    """Whether `load` would find the model on this machine, possibly after a conversion."""
     return why_missing(name) is None
 
 
 def why_missing(name: str) -> str | None:
-    """Why a model cannot be loaded here, with the command that helps; None when it can."""
+    """Return the reason why a model cannot be loaded on this machine, with the remedy; None if it can."""
     described = manifest(name)
     return None if described.package is None else conversion.why_missing(described)
 
 
 def default() -> str:
-    """The model to take where none is named: a real one where it is installed, else the toy that always is.
+    """Return the model to use if the user names none: a real one if it is installed, else the toy.
 
     Example:
         >>> default() in ("zoo:smollm2", "zoo:tiny")
@@ -78,22 +78,22 @@ def default() -> str:
 
 
 def brings(name: str, what: str) -> bool:
-    """Whether a model brings something along: a drafter, a datastore, a layer set (see `Manifest.brings`)."""
+    """Whether a model includes something: a drafter, a datastore, a layer set (see `Manifest.brings`)."""
     return what in manifest(name).brings
 
 
 def path(name: str, part: str = "target") -> Path:
-    """The directory of one part, in the layout that ``from_pretrained`` reads.
+    """Return the directory of one part, in the layout that ``from_pretrained`` reads.
 
-    A model that another distribution carries is converted by the first call, which takes a while.
+    A model whose weights are in another distribution is converted by the first call, which takes a while.
 
     Args:
         name: one of `names()`; a leading ``zoo:`` is allowed.
-        part: ``"target"``, ``"draft"`` or ``"tokenizer"`` (which lies in the target's directory).
+        part: ``"target"``, ``"draft"`` or ``"tokenizer"`` (which is in the target's directory).
 
     Raises:
-        ConfigError: no such model, or it brings no such part; the message says what there is.
-        CheckpointError: the model is not installed, or cannot be converted here; the message says what helps.
+        ConfigError: no such model or part; the message lists what is available.
+        CheckpointError: the model is not installed or cannot be converted; the message contains the remedy.
     """
     described = manifest(name)
     part = _known(part, sorted(_PARTS), f"part of zoo:{described.name}")
@@ -101,7 +101,7 @@ def path(name: str, part: str = "target") -> Path:
 
 
 def name_of(folder: str) -> str | None:
-    """Name of the model of the zoo whose target lies in a folder, as `path` returns it; None for another folder.
+    """Return the name of the zoo model whose target is in a folder returned by `path`; None for another folder.
 
     Example:
         >>> name_of(str(path("tiny")))
@@ -119,19 +119,20 @@ def name_of(folder: str) -> str | None:
 
 
 def stored_file(name: str) -> Path | None:
-    """The GGUF file that a model was converted from, checked; None for one that ships with the package."""
+    """Return the GGUF file that a model was converted from, after a check; None for a model in this package."""
     described = manifest(name)
     return None if described.package is None else conversion.checked_file(described)
 
 
 def asset(name: str, file: str) -> Path:
-    """A file or folder that a model brings along, such as the layer set that ``layer_skip`` starts from.
+    """Return a file or folder that a model includes, such as the initial layer set of ``layer_skip``.
 
     Args:
-        file: its name, or what it is: ``"layer_set"`` and ``"layer_set.json"`` are the same.
+        name: one of `names()`; a leading ``zoo:`` is allowed.
+        file: name of the file, or its kind: ``"layer_set"`` and ``"layer_set.json"`` are the same.
 
     Raises:
-        ConfigError: no such model, or it brings no such thing; the message says what there is.
+        ConfigError: no such model or file; the message lists what is available.
         CheckpointError: the package was installed without its data.
     """
     described = manifest(name)
@@ -142,7 +143,7 @@ def asset(name: str, file: str) -> Path:
 def _located(described: Manifest, what: str) -> Path:
     if what not in described.brings:
         raise ConfigError(
-            f"zoo:{described.name} brings no {what!r} along; it brings {', '.join(sorted(described.brings))}"
+            f"zoo:{described.name} does not include {what!r}; it includes {', '.join(sorted(described.brings))}"
         )
     is_here = described.package is None or what in HEADS
     folder = root() / described.name if is_here else conversion.converted(described)
@@ -159,12 +160,12 @@ def load(name: str = _TOY, *, dtype: torch.dtype | None = None) -> tuple[Any, An
 
     Args:
         name: one of `names()`; a leading ``zoo:`` is allowed.
-        dtype: of the weights, float32 by default. They are stored in bfloat16, which float32 holds exactly.
+        dtype: dtype of the weights, float32 by default. They are stored in bfloat16, which float32 represents exactly.
 
-    Returns: the drafter is None where the model brings none.
+    Returns: target, drafter (None if the model includes none) and tokenizer.
     Raises:
-        ConfigError: no such model; the message names the nearest one.
-        CheckpointError: the model is not installed, or cannot be converted here; the message says what helps.
+        ConfigError: no such model; the message suggests the nearest name.
+        CheckpointError: the model is not installed or cannot be converted; the message contains the remedy.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,7 @@
-"""Models of the zoo whose weights another distribution carries: found, checked, and converted once into the cache.
+"""Conversion of zoo models with weights in another distribution: search, checks, and one conversion into the cache.
 
-A conversion is made in a scratch folder and then renamed, so that what is there under its name is always whole, or is
-seen not to be (a file with another SHA-256 than was written) and made again. Nothing of the other distribution is
+A conversion is made in a scratch folder, which is then renamed. A folder under the final name is therefore complete, or
+is recognised as damaged (a file has another SHA-256 than recorded) and made again. No code of the other distribution is
 imported.
 """
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foredraft")
 
 FORMAT = 3
-"""Raised when something else is written than before, so that every version of foredraft has conversions of its own."""
+"""Version of the written files; increased when they change, so that versions of foredraft do not share conversions."""
 RECORD = "conversion.json"
 WEIGHTS = "model.safetensors"
-SECONDS = 20  # that a conversion takes, about
+SECONDS = 20  # approximate duration of a conversion
 LONGEST_WAIT_SECONDS = 600
 
 
 def why_missing(manifest: Manifest) -> str | None:
-    """The reason why the model cannot be loaded on this machine, with the command that helps; None when it can be."""
+    """Return the reason why the model cannot be loaded on this machine, with the remedy; None if it can."""
     if found(manifest) is not None:
         return None
     package = _package(manifest)
@@ -58,12 +58,12 @@ def why_missing(manifest: Manifest) -> str | None:
     missing = missing_packages()
     if missing:
         needed, remedy = " and ".join(missing), install_command("gguf")
-        return f"zoo:{manifest.name} is converted once, which needs {needed}; install with: {remedy}"
+        return f"zoo:{manifest.name} has to be converted once, which needs {needed}; install with: {remedy}"
     return None
 
 
 def converted(manifest: Manifest) -> Path:
-    """The folder of the converted model, which is made where it is missing.
+    """Return the folder of the converted model, and convert it if the folder does not exist.
 
     Raises: CheckpointError.
     """
@@ -82,18 +82,18 @@ def converted(manifest: Manifest) -> Path:
         if is_alone:
             _remove_scraps(folder)
         if folder.exists():
-            logger.warning("zoo:%s in %s is damaged: its files are not those that were written", manifest.name, folder)
-        # a warning, since nobody else explains why nothing happens
-        logger.warning("converting zoo:%s once, about %d s; it is kept in %s", manifest.name, SECONDS, folder)
+            logger.warning("zoo:%s in %s is damaged: files have changed since the conversion", manifest.name, folder)
+        # a warning, so that the pause is explained even without INFO messages
+        logger.warning("converting zoo:%s once, in about %d s; result is kept in %s", manifest.name, SECONDS, folder)
         with _becoming(folder) as scratch:
             _convert(manifest, scratch)
     return folder
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a conversion is there and whole: every file of its record is the one that was written.
+    """Whether a conversion exists and is complete: every file in its record is unchanged.
 
-    A file that has the size and the time it was written with is not read again: that takes tenths of a second.
+    A file with the recorded size and modification time is not hashed again, since that takes tenths of a second.
     """
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def weights_file(package: Package) -> Path | None:
-    """The file inside the installed distribution, or None."""
+    """Return the file inside the installed distribution, or None."""
     try:
         distribution = metadata.distribution(package.distribution)
     except metadata.PackageNotFoundError:
@@ -117,20 +117,20 @@ def weights_file(package: Package) -> Path | None:
 
 
 def checked_file(manifest: Manifest) -> Path:
-    """The file inside the installed distribution, which is the one that was published.
+    """Return the file inside the installed distribution, after a check that it is the published file.
 
     Raises: CheckpointError.
     """
     package = _package(manifest)
     file = weights_file(package)
     if file is None:
-        raise CheckpointError(f"zoo:{manifest.name} is not installed any more; install it with: {package.install}")
+        raise CheckpointError(f"zoo:{manifest.name} is no longer installed; install it with: {package.install}")
     _check_source(file, package)
     return file
 
 
 def weights_digest(file: Path) -> str:
-    """SHA-256 over names, dtypes, shapes and bits of the tensors in a safetensors file, whatever their order."""
+    """Return a SHA-256 over names, dtypes, shapes and bits of the tensors in a safetensors file, in order of names."""
     import torch
     from safetensors import safe_open
 
@@ -152,26 +152,26 @@ def _package(manifest: Manifest) -> Package:
 
 
 def folder_name(manifest: Manifest) -> str:
-    """Name of the folder of a conversion: it changes with the file and with the format."""
+    """Return the name of the folder of a conversion, which depends on the source file and on `FORMAT`."""
     return f"{manifest.name}-{_package(manifest).sha256[:12]}-{FORMAT}"
 
 
 def found(manifest: Manifest) -> Path | None:
-    """A conversion that exists, even in a read-only cache."""
+    """Return the folder of an existing conversion, even in a read-only cache; None if there is none."""
     name = folder_name(manifest)
     return next((parent / name for parent in _parents() if is_converted(parent / name)), None)
 
 
 def _parents() -> list[Path]:
-    """Folders of conversions: the cache, and its substitute where that cannot be written."""
+    """Return the folders that may contain conversions: the cache, and its substitute if the cache is read-only."""
     instead = temporary_folder("zoo")
     return [cache_folder("zoo"), *([instead] if is_private(instead.parent) else [])]
 
 
 def _writable_parent(manifest: Manifest) -> Path:
-    """The cache; where it cannot be written (a container, a service account), a folder for temporary files.
+    """Return the cache or, if it cannot be written (a container, a service account), a folder for temporary files.
 
-    A cache that the user has named is not replaced: the name is wrong, and its owner should know.
+    A cache folder that the user has chosen is not replaced. It must be wrong, and the user has to correct it.
     """
     wanted, instead = cache_folder("zoo"), temporary_folder("zoo")
     try:
@@ -181,19 +181,19 @@ def _writable_parent(manifest: Manifest) -> Path:
         reason = error.strerror or str(error)
     if os.environ.get(CACHE_VARIABLE):
         raise CheckpointError(
-            f"zoo:{manifest.name} is to be converted into {wanted}, as {CACHE_VARIABLE} says, which cannot be written "
-            f"({reason}); set it to another folder"
+            f"zoo:{manifest.name} cannot be converted into {wanted}, the folder in {CACHE_VARIABLE}, which cannot be "
+            f"written ({reason}); set {CACHE_VARIABLE} to another folder"
         )
     try:
         make_private(instead.parent)
         _try_to_write(instead)
     except OSError as error:
         raise CheckpointError(
-            f"zoo:{manifest.name} is to be converted, and neither {wanted} ({reason}) nor {instead} ({error.strerror}) "
-            f"can be written; set {CACHE_VARIABLE} to a folder that can"
+            f"zoo:{manifest.name} cannot be converted, since neither {wanted} ({reason}) nor {instead} "
+            f"({error.strerror}) can be written; set {CACHE_VARIABLE} to a folder that can"
         ) from None
     logger.warning(
-        "%s cannot be written (%s), so the converted model goes to %s, which may not last; %s names another folder",
+        "%s cannot be written (%s), so the converted model goes to %s, which may be deleted; set %s to another folder",
         wanted,
         reason,
         instead,
@@ -203,7 +203,7 @@ def _writable_parent(manifest: Manifest) -> Path:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Make the folder, and something in it.
+    """Create the folder and write a file into it.
 
     Raises: OSError.
     """
@@ -216,8 +216,8 @@ def _check_space(folder: Path, package: Package, manifest: Manifest) -> None:
     free = shutil.disk_usage(folder).free
     if free < package.converted_bytes:
         raise CheckpointError(
-            f"converting zoo:{manifest.name} takes {package.converted_bytes / 1e6:.0f} MB, and {folder} has "
-            f"{free / 1e6:.0f} MB left; free some, or set {CACHE_VARIABLE} to a folder with more"
+            f"converting zoo:{manifest.name} takes {package.converted_bytes / 1e6:.0f} MB, but {folder} has only "
+            f"{free / 1e6:.0f} MB left; free some, or set {CACHE_VARIABLE} to a folder with more space"
         )
 
 
@@ -225,7 +225,7 @@ def _check_space(folder: Path, package: Package, manifest: Manifest) -> None:
 
 
 def _convert(manifest: Manifest, folder: Path) -> None:
-    """Write the model into an empty folder, as ``save_pretrained`` does, and a record of its files.
+    """Write the model into an empty folder, as ``save_pretrained`` does, with a record of its files.
 
     Raises: CheckpointError.
     """
@@ -249,7 +249,7 @@ def _convert(manifest: Manifest, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except (ForedraftError, MemoryError):
         raise
-    except Exception as error:  # a full disk, or a transformers that reads GGUF otherwise
+    except Exception as error:  # such as a full disk, or a transformers that reads GGUF differently
         raise CheckpointError(
             f"zoo:{manifest.name} could not be converted into {folder.parent} ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}); check the space there, or try another version than transformers "
@@ -258,8 +258,8 @@ def _convert(manifest: Manifest, folder: Path) -> None:
     found = weights_digest(folder / WEIGHTS)
     if found != package.weights_sha256:
         raise CheckpointError(
-            f"transformers {transformers.__version__} reads {file.name} as other weights ({found[:12]}...) than those "
-            f"that zoo:{manifest.name} stands for ({package.weights_sha256[:12]}...), so it is refused; install a "
+            f"transformers {transformers.__version__} reads other weights from {file.name} ({found[:12]}...) than "
+            f"zoo:{manifest.name} should have ({package.weights_sha256[:12]}...), so the model is refused; install a "
             "version that foredraft was tested with"
         )
     _finish(folder)
@@ -276,7 +276,7 @@ def _check_source(file: Path, package: Package) -> None:
 
 
 def _finish(folder: Path) -> None:
-    """Record the files, let others read them, and see that they are on the disk before the folder gets its name."""
+    """Record the files, make them readable for others, and flush them to disk before the folder is renamed."""
     files = sorted(folder.iterdir())
     found = {
         "sha256": {file.name: sha256_of(file) for file in files},
@@ -284,7 +284,7 @@ def _finish(folder: Path) -> None:
     }
     record = folder / RECORD
     record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    mode = record.stat().st_mode & 0o777  # what this user's new files get; scratch folders are stricter
+    mode = record.stat().st_mode & 0o777  # mode of the user's new files; scratch folders have a stricter one
     folder.chmod(mode | (mode & 0o444) >> 2)
     for file in folder.iterdir():
         file.chmod(mode)
@@ -299,14 +299,14 @@ def _version(file: Path) -> list[int]:
 
 @contextmanager
 def _becoming(folder: Path) -> Iterator[Path]:
-    """A scratch folder that becomes ``folder`` when all went well, and goes away otherwise."""
+    """Yield a scratch folder that is renamed to ``folder`` after success and deleted after an error."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield scratch
         try:
             os.rename(scratch, folder)
         except OSError:
-            if not is_converted(folder):  # broken, or not ours: put it aside
+            if not is_converted(folder):  # damaged, or from elsewhere: move it out of the way
                 os.rename(folder, scratch / "broken")
                 os.rename(scratch, folder)
                 shutil.rmtree(folder / "broken", ignore_errors=True)
@@ -315,7 +315,7 @@ def _becoming(folder: Path) -> Iterator[Path]:
 
 
 def _remove_scraps(folder: Path) -> None:
-    """Remove the remains of processes that were killed while they were converting."""
+    """Remove scratch folders of processes that were killed during a conversion."""
     for scrap in folder.parent.glob(f".{folder.name}.*"):
         if scrap.is_dir():
             shutil.rmtree(scrap, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The facts known about a zoo model before it is loaded: one ``manifest.json`` beside its files."""
+"""Facts about a zoo model that are known before it is loaded, read from the ``manifest.json`` beside its files."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from foredraft.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 HEADS = ("medusa", "hydra", "hydra++", "eagle", "eagle3")
-"""The heads that a model may bring along; they lie beside the manifest wherever the model does."""
+"""Heads that a model may include. They are beside the manifest, even if the weights are elsewhere."""
 ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates", *HEADS)
-"""The extra files that a model may bring along."""
+"""Parts and extra files that a model may include."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """Weights that another distribution carries, as one GGUF file.
+    """Weights in another distribution, as one GGUF file.
 
     Args:
-      distribution, version: that were tried.
-      file: inside the distribution.
-      num_bytes, sha256: of that file.
-      weights_sha256: of what it converts to (`foredraft.zoo.conversion.weights_digest`).
-      converted_bytes: about what the converted model takes on disk.
-      install: the command that installs it.
+      distribution, version: the distribution and the version that was tested.
+      file: path inside the distribution.
+      num_bytes, sha256: size and hash of that file.
+      weights_sha256: hash of the converted weights (`foredraft.zoo.conversion.weights_digest`).
+      converted_bytes: approximate size of the converted model on disk.
+      install: command that installs the distribution.
     """
 
     distribution: str
@@ -45,18 +45,18 @@ class Package:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A model of the zoo.
+    """Description of a model of the zoo.
 
     Args:
-      name: without ``zoo:``.
-      title: what it is, in one line.
-      is_instruct: it answers through a chat template; a base model continues text.
-      is_toy: it is here to show and test drafting, and too small to be of use.
-      licence, source: of the weights.
-      stored_dtype: of the weights on disk.
-      brings: files or folders by name: those of `ASSETS` that this model has.
-      notes: what people should know when they read its figures.
-      package: of weights that do not ship with foredraft.
+      name: name without ``zoo:``.
+      title: description in one line.
+      is_instruct: whether it answers through a chat template; a base model continues text.
+      is_toy: whether it only serves to show and test drafting, and is too small to be useful.
+      licence, source: licence and origin of the weights.
+      stored_dtype: dtype of the weights on disk.
+      brings: files or folders that this model includes, by their names in `ASSETS`.
+      notes: notes for readers of its figures.
+      package: the distribution with the weights, if they do not ship with foredraft.
     """
 
     name: str
@@ -71,18 +71,18 @@ class Manifest:
     package: Package | None = None
 
     def notes_about(self, methods: Iterable[str]) -> tuple[str, ...]:
-        """The notes that name any of these methods."""
+        """Return the notes that name any of these methods."""
         named = set(methods)
         return tuple(note for note in self.notes if named & set(re.findall(r"\w+", note)))
 
 
 def root() -> Path:
-    """The folder that holds a folder per model."""
+    """Return the folder that contains one folder per model."""
     return Path(str(resources.files("foredraft.zoo")))
 
 
 def names() -> list[str]:
-    """The names of all models with a manifest, sorted.
+    """Return the names of all models with a manifest, sorted.
 
     Example:
         >>> names()
@@ -93,7 +93,7 @@ def names() -> list[str]:
 
 @lru_cache
 def read_manifest(file: Path) -> Manifest:
-    """Read and check one manifest; its folder names the model.
+    """Read and check one manifest. The name of its folder is the name of the model.
 
     Raises: CheckpointError for a key that is missing, unknown or of another type.
     """
@@ -106,7 +106,7 @@ def read_manifest(file: Path) -> Manifest:
     unknown = sorted(set(checked["brings"]) - set(ASSETS))
     if unknown or not {"target", "tokenizer"} <= set(checked["brings"]):
         raise CheckpointError(
-            f"{file}: brings is {sorted(checked['brings'])}; it needs target and tokenizer, and may name "
+            f"{file}: brings is {sorted(checked['brings'])}; it needs target and tokenizer, and may contain "
             f"{', '.join(ASSETS[2:])}"
         )
     if package is not None:
@@ -118,12 +118,12 @@ _TYPES: dict[str, type] = {"str": str, "bool": bool, "int": int}
 
 
 def _checked(kind: type, entries: Any, file: Path) -> dict[str, Any]:
-    """The entries as arguments of ``kind``.
+    """Check the entries and return them as arguments of ``kind``.
 
     Raises: CheckpointError.
     """
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{file}: {entries!r} stands where an object with the keys of {kind.__name__} belongs")
+        raise CheckpointError(f"{file}: {entries!r} is not an object with the keys of {kind.__name__}")
     kinds = {field.name: str(field.type) for field in fields(kind) if field.name not in ("name", "package")}
     wrong = sorted((kinds.keys() - {"notes"}) ^ (entries.keys() - {"notes"}))
     if wrong:

@@ -270,7 +270,7 @@ def test_the_node_limit_holds_while_the_window_fills_and_afterwards() -> None:
     [
         ({"max_draft_nodes": 27}, "max_draft_nodes=27 is too small.*raise max_draft_nodes to 28"),
         ({"length_policy": "heuristic"}, "length_policy is 'heuristic'; choose one of governed, fixed"),
-        ({"rejection_sample_method": "block"}, "takes chains, and method 'lookahead' drafts trees"),
+        ({"rejection_sample_method": "block"}, "accepts only chains, and method 'lookahead' drafts trees"),
     ],
 )
 def test_keys_out_of_range_are_refused(keys: dict[str, Any], message: str) -> None:
