@@ -99,7 +99,7 @@ def test_a_bench_goes_on_and_keeps_what_came_before(tmp_path: Path) -> None:
     report.keep(first=1)
     with room_for(1024):
         report.keep(second="x" * 4096)
-    assert "results.json cannot be written (File too large); what was measured is shown" in said[0]
+    assert "results.json cannot be written (File too large); the results are still shown" in said[0]
     assert json.loads(file.read_text()) == {"first": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
 
@@ -130,7 +130,7 @@ def test_a_training_goes_on_from_what_was_kept(tmp_path: Path) -> None:
         )  # fmt: skip
 
     list(run("whole").train())
-    with room_for(100_000), pytest.raises(CheckpointError, match="no room left; make some and run the same command"):
+    with room_for(100_000), pytest.raises(CheckpointError, match="Make room and run the same command"):
         list(run("short").train())
     assert not list((tmp_path / "short").glob(".*"))
     list(run("short").train())

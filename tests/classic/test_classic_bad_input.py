@@ -228,7 +228,7 @@ def test_a_model_that_returns_nan_is_blamed_itself() -> None:
 
 
 def test_models() -> None:
-    with pytest.raises(UnsupportedModelError, match="a Linear, which holds no model of transformers"):
+    with pytest.raises(UnsupportedModelError, match="a Linear, which contains no supported transformers model"):
         autoregressive_generate(PROMPT, torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="a str"):
         autoregressive_generate(PROMPT, "gpt2")
@@ -248,7 +248,7 @@ def test_storages(kind: Any) -> None:
     with pytest.raises(ConfigError, match="vocab_size is 0"):
         kind(3, 0)
     storage = kind(3, 64)
-    with pytest.raises(PromptError, match="token id 64 lies outside the storage's vocabulary"):
+    with pytest.raises(PromptError, match="token id 64 is outside the storage's vocabulary"):
         storage.initialize(torch.tensor([[1, 2, 64]]))
     with pytest.raises(PromptError, match="token id -2"):
         storage.update(torch.tensor([[1, 2]]), torch.tensor([[-2]]))
@@ -273,7 +273,7 @@ def test_a_storage_of_another_vocabulary() -> None:
 def test_caches() -> None:
     layer = (torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4))
     for number in (6, -1):
-        with pytest.raises(ShapeError, match=f"cannot discard {number} tokens of a cache that holds 5"):
+        with pytest.raises(ShapeError, match=f"cannot discard {number} tokens of a cache with 5"):
             prune_cache((layer, layer), number)
     with pytest.raises(UnsupportedStateError, match="list"):
         prune_cache([layer], 1)

@@ -330,7 +330,7 @@ def test_a_storage_of_ones_own_counts_fillers_by_update_and_refuses_fractions() 
     tokens, _ = ngram_assisted_speculative_generate(PROMPT, Own(PROMPT), target(), **options)
     assert [len(one) for one in told] == [1, 3] * 4
     assert [one for one in told if len(one) == 1] == [[token] for token in tokens]
-    with pytest.raises(ConfigError, match="counts by update alone"):
+    with pytest.raises(ConfigError, match="can only count 1 each"):
         ngram_assisted_speculative_generate(PROMPT, Own(PROMPT), target(), **options, filler_weight=0.5)
 
 

@@ -146,7 +146,7 @@ def test_that_there_is_no_cache_is_said_once_and_only_where_one_is_asked_for() -
         assert not said
         for _ in range(2):
             autoregressive_generate([1, 2], model, 3, eos_tokens_id=[], use_cache=True)
-    assert ["it reads the whole text at every step" in str(one.message) for one in said] == [True]
+    assert ["the whole text is read at every step" in str(one.message) for one in said] == [True]
 
 
 def test_a_module_in_training_is_read_without_dropout_and_left_in_training() -> None:
@@ -183,10 +183,10 @@ def logits_of(ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "text"),
     [
-        (lambda ids: logits_of(ids).flip(1), "depend on tokens that come later"),
-        (lambda ids: logits_of(ids) + logits_of(ids).mean(1, keepdim=True), "depend on tokens that come later"),
+        (lambda ids: logits_of(ids).flip(1), "depend on later tokens"),
+        (lambda ids: logits_of(ids) + logits_of(ids).mean(1, keepdim=True), "depend on later tokens"),
         (lambda ids: torch.rand(*ids.shape, 8), "change from call to call"),
-        (lambda ids: logits_of(ids) * torch.nan, "depend on tokens that come later, or"),
+        (lambda ids: logits_of(ids) * torch.nan, "depend on later tokens, or"),
         (lambda ids: logits_of(ids)[:, -1], "not one row of logits per token"),
         (lambda ids: ids, "returns torch.int64 and no logits"),
         (lambda ids: {"logits": logits_of(ids)}, "returns dict and no logits"),

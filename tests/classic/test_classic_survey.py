@@ -81,7 +81,7 @@ def test_candidates_of_a_tree_by_hand() -> None:
     )
     assert tree_candidates.tolist() == [[5, 3, 4, 7, 8, 1]]
     assert candidates.tolist() == [[5, 3, 7, 1], [5, 3, 8, 0], [5, 4, 0, 0]]
-    with pytest.raises(ShapeError, match="3 levels deep, and there are logits of 2 heads"):
+    with pytest.raises(ShapeError, match="3 levels deep, but there are logits of 2 heads"):
         generate_candidates(by_head[:2], logits, made["tree_indices"], made["retrieve_indices"])
 
 

@@ -86,7 +86,7 @@ def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatc
         (["tune", "-m", "zoo:tiny", "zoo:tiny"], "named twice"),
         (["tune", *TINY, "--out", "/no/folder/a.json"], "cannot be written"),
         (["tune", *TINY, "-o", "OUT", "--methods", "nothing"], "not known"),
-        (["tune", *TINY, "-o", "OUT", "--methods", "none"], "compared with anyway"),
+        (["tune", *TINY, "-o", "OUT", "--methods", "none"], "always part of the comparison"),
         (["tune", *TINY, "-o", "OUT", "--prompts-file", "/no/file.jsonl"], "cannot be read"),
         (["tune", *TINY, "-o", "OUT", "--plot", "a.xyz"], "no known format"),
         (["tune", "layer-skip", "zoo:tiny", "--out", "/no/set.json"], "/no/set.json cannot be written"),

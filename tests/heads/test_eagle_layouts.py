@@ -543,7 +543,7 @@ def test_the_hook_takes_heads_and_the_classic_functions_say_that_they_do_not(tmp
         hook = foredraft.speculate(method="eagle3", model=head)
         assert torch.equal(model().generate(ids, custom_generate=hook, **options), plain)
     assert torch.equal(model().generate(ids, custom_generate=foredraft.speculate(model=folder), **options), plain)
-    with pytest.raises(UnsupportedModelError, match=r"EAGLE\) are not applicable to the classic functions"):
+    with pytest.raises(UnsupportedModelError, match=r"EAGLE\) do not work with the classic functions"):
         speculative_generate([1, 2, 3], random_head(3), model())
 
 

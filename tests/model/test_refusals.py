@@ -79,7 +79,9 @@ def test_a_wrapped_model_is_told_to_come_unwrapped(face: str) -> None:
         FACES[face](Wrapped(toy_model(64)))
     assert "give the one inside: model.base_model.model." in str(refusal.value)
     assert len(str(refusal.value)) < 500
-    with pytest.raises(UnsupportedModelError, match="the model is a Linear, which holds no model of transformers"):
+    with pytest.raises(
+        UnsupportedModelError, match="the model is a Linear, which contains no supported transformers model"
+    ):
         FACES[face](torch.nn.Linear(2, 2))
 
 

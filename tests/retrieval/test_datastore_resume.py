@@ -124,7 +124,7 @@ def test_an_unfinished_build_is_not_mixed_with_another(
         build([corpus], tokenizer(), tmp_path / "out")
     manifest = build([corpus], tokenizer(), tmp_path / "out", restart=True)
     assert len(manifest.shards) == 1
-    with pytest.raises(DatastoreError, match="holds a datastore already"):
+    with pytest.raises(DatastoreError, match="already contains a datastore"):
         build([corpus], tokenizer(), tmp_path / "out")
 
 

@@ -473,9 +473,9 @@ def test_trainings_at_the_same_time_do_not_replace_each_others_shards(tmp_path: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no prompts"),
+        ("", "contains no prompts"),
         ("{", "line 1 is not JSON"),
-        ('{"prompt": "a"}\n{"prompt": "  "}', "line 2 holds no prompt"),
+        ('{"prompt": "a"}\n{"prompt": "  "}', "line 2 contains no prompt"),
         ('{"prompt": "a", "answer": 3}', "answer must be text"),
     ],
 )
@@ -487,7 +487,7 @@ def test_broken_prompts_are_refused_by_line(content: str, message: str, tmp_path
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="holds no files of prompts"):
+    with pytest.raises(PromptError, match="contains no files of prompts"):
         read_prompts(tmp_path)
     with pytest.raises(PromptError, match="cannot be read"):
         read_prompts(tmp_path / "absent.jsonl")

@@ -126,13 +126,13 @@ def test_embeddings_of_the_target_are_neither_trained_nor_kept_in_checkpoints() 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (SmallPlan(from_layers=(0, 4)), r"names \[4\], and .* layers 0\.\.1"),
+        (SmallPlan(from_layers=(0, 4)), r"contains \[4\], but .* 0\.\.1"),
         (SmallPlan(hidden_size=16), "add own_embeddings"),
-        (SmallPlan(hidden_size=12, own_embeddings=True), "not a multiple of 8"),
+        (SmallPlan(hidden_size=12, own_embeddings=True), "must be a multiple of 8"),
         (SmallPlan(total_variation=1.5), r"total_variation is 1\.5"),
-        (SmallPlan(hidden_size=-1), "want 1 or more"),
+        (SmallPlan(hidden_size=-1), "use 1 or more"),
         (SmallPlan(from_layers=(0,), hidden_size=16), "leave hidden_size out"),
-        (SmallPlan(start=Path("x"), from_layers=(0,)), "has layers and embeddings already"),
+        (SmallPlan(start=Path("x"), from_layers=(0,)), "already has layers and embeddings"),
     ],
 )
 def test_drafters_that_cannot_be_made_are_refused(plan: SmallPlan, message: str) -> None:
@@ -143,7 +143,7 @@ def test_drafters_that_cannot_be_made_are_refused(plan: SmallPlan, message: str)
 def test_layers_of_another_kind_are_not_begun_with(tmp_path: Path) -> None:
     model = toy_model(64)
     model.model.layers[1].self_attn.q_proj = torch.nn.Linear(32, 32, bias=True, dtype=model.dtype)
-    with pytest.raises(ConfigError, match="not built as Llama's are"):
+    with pytest.raises(ConfigError, match="differ from Llama's"):
         new_small_model(parts_of(CausalLM(model, execution="eager"), (0,)), SmallPlan(from_layers=(0,)))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 64}')
     torch.save({}, tmp_path / "pytorch_model.bin")
@@ -247,7 +247,7 @@ def test_the_drafter_of_the_toy_can_be_trained_further(tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--from-layers", "first"], "--from-layers is 'first'"),
-        (["--from-layers", "0,9"], "names [9]"),
+        (["--from-layers", "0,9"], "contains [9]"),
         (["--total-variation", "2"], "total_variation is 2.0"),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_dry_run_lets_the_target_ask_few_prompts_and_keeps_none(llm: LLM, tmp_
     plan = Plan(method="medusa", out=tmp_path, own_prompts=2 * TRIED, draft_vocabulary=64, max_answer_tokens=8)
     said: list[str] = []
     run = Training(llm, plan, said.append, is_trial=True)
-    assert f"the target asks itself {TRIED} prompts" in said
+    assert f"the target invents {TRIED} prompts" in said
     assert not (tmp_path / "own_prompts.jsonl").exists()
     estimate = run.estimate()
     assert TRIED < estimate.num_examples <= 2 * TRIED
@@ -148,11 +148,11 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(method: str, tmp_path
     ("more", "message"),
     [
         (["eagle9"], "'eagle9' cannot be trained"),
-        (["medusa", "--held-out", "1"], "cannot be held out"),
+        (["medusa", "--held-out", "1"], "is held out"),
         (["medusa", "--epochs", "0"], "epochs is 0.0"),
         (["eagle3", "--num-layers", "2"], "it is for medusa, hydra, hydra++, draft_model"),
-        (["hydra++", "--num-layers", "0"], "want 1 layer or more"),
-        (["draft_model", "--num-layers", "2", "--from-layers", "0,1"], "give one"),
+        (["hydra++", "--num-layers", "0"], "must be 1 or more"),
+        (["draft_model", "--num-layers", "2", "--from-layers", "0,1"], "use one of them"),
         (["medusa", "--intermediate-size", "64"], "it is for hydra++, eagle, eagle2, eagle3"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path
     ("content", "message"),
     [
         ('{"prompt": "one", "answer": "two"}', "1 prompts are too few"),
-        ("".join(f'{{"prompt": "{i}", "answer": "", "ended": false}}\n' for i in range(9)), "nothing to draft"),
+        ("".join(f'{{"prompt": "{i}", "answer": "", "ended": false}}\n' for i in range(9)), "nothing to learn"),
         ('{"prompt": "a\\ud800"}\n{"prompt": "b"}\n{"prompt": "c"}', "line 1"),
     ],
 )
@@ -210,7 +210,7 @@ def test_prompts_of_evaluation_sets_alone_are_refused(
 ) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc")
     monkeypatch.setattr("foredraft.train.run.is_evaluation", lambda _: True)
-    with pytest.raises(PromptError, match="every prompt is one of an evaluation set"):
+    with pytest.raises(PromptError, match="every prompt is in an evaluation set"):
         Training(llm, Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
 
 

@@ -125,7 +125,7 @@ def test_a_clear_gain_is_chosen_and_explained_by_numbers() -> None:
     assert found.chosen.speed == pytest.approx(3 * 0.020 / 0.024)
     assert found.ties == ()
     assert found.sentence() == (
-        "ngram, K = 4 gains 150 % (150 to 150), since its steps bring 3.00 tokens and cost 1.20 plain ones "
+        "ngram, K = 4 gains 150 % (150 to 150), since its steps emit 3.00 tokens and cost 1.20 plain steps "
         "(verify(5) / verify(1) = 1.20)."
     )
 
@@ -135,7 +135,7 @@ def test_nothing_pays_where_verifying_is_dear() -> None:
     assert found.plain_is_best
     assert found.chosen.speed == 1.0
     # 40 drafted steps of 32 bring (20 + 24) tokens; a step costs 38 ms, a plain one 20
-    assert found.sentence().startswith("plain decoding is best here: ngram, K = 4 would lose 28 % (47 to 5)"[:52])
+    assert found.sentence().startswith("plain decoding is best: ngram, K = 4 would lose 28 % (47 to 5)"[:47])
     assert "verify(5) / verify(1) = 1.90" in found.sentence()
 
 
@@ -155,7 +155,7 @@ def test_a_tie_is_named_and_the_simpler_is_taken() -> None:
     found = choose([one, better], prices(CHEAP))
     assert found.best.setting.title == "suffix"
     assert found.chosen.setting.title == "ngram"
-    assert "A tie: these texts and timings do not tell it from 'suffix, K = 4'; the simplest was taken." in (
+    assert "A tie: the measurements do not separate it from 'suffix, K = 4'; the simplest of them was chosen." in (
         found.sentence()
     )
 
@@ -185,7 +185,10 @@ def test_what_is_not_known_of_the_curve_widens_the_interval() -> None:
 
 
 def test_few_prompts_prove_nothing() -> None:
-    assert "With 2 prompts nothing is certain" in choose([arm("ngram", (10, 2), (10, 2))], prices(CHEAP)).sentence()
+    assert (
+        "2 prompts are too few for a reliable result"
+        in choose([arm("ngram", (10, 2), (10, 2))], prices(CHEAP)).sentence()
+    )
 
 
 def test_batches_are_dearer_to_verify() -> None:
@@ -258,7 +261,7 @@ def test_the_budget_is_planned_by_prices() -> None:
     tuning.measure()
     # 8 rows of 1 node take 27 ms together: 64 tokens of a prompt 0.216 s, and a quarter of the budget holds 11
     assert tuning.num_prompts(27, 64) == 11
-    with pytest.raises(ConfigError, match=r"--budget is 10 seconds, and 6 prompts of 640 .* need about 52"):
+    with pytest.raises(ConfigError, match=r"--budget is 10 seconds, but decoding 6 prompts with 640 .* needs about 52"):
         tuning.num_prompts(27, 640)
 
 
@@ -317,10 +320,10 @@ def test_bench_leaves_out_a_choice_of_plain_decoding(tmp_path: Path, caplog: pyt
     (tmp_path / "a.json").write_text(json.dumps({"facts": {}, "speculative_config": {"method": "none"}}))
     with caplog.at_level("WARNING", "foredraft"):
         assert [*read_candidates(f"@{tmp_path / 'a.json'},ngram", None, None)] == ["ngram"]
-    assert "a.json names plain decoding" in caplog.text
-    with pytest.raises(ConfigError, match="name methods"):
+    assert "a.json contains plain decoding" in caplog.text
+    with pytest.raises(ConfigError, match="names of methods"):
         read_candidates(f"@{tmp_path / 'a.json'}", None, None)
-    with pytest.raises(ConfigError, match="holds plain decoding"):
+    with pytest.raises(ConfigError, match="contains plain decoding"):
         read_candidates("none,ngram", None, None)
 
 

@@ -342,7 +342,7 @@ def test_a_function_that_takes_no_n_is_asked_for_one_sample_at_a_time(llm: LLM) 
 
 def test_a_function_has_to_return_its_samples(llm: LLM) -> None:
     found = verify(llm, PROMPTS, lambda prompt, params: [[1, 2, 3]] if params.n > 1 else [1, 2, 3], budget_seconds=1.0)
-    assert any("returned 1 samples where n=16" in finding.found for finding in found.findings)
+    assert any("returned 1 samples for n=16" in finding.found for finding in found.findings)
     assert found.status != "lossless"
 
 
@@ -617,7 +617,7 @@ def test_a_second_draw_ends_with_the_budget(llm: LLM, monkeypatch: pytest.Monkey
     distributions = [one for one in found.findings if one.check == "distribution"]
     assert all(one.numbers["num_samples"] > FEWEST for one in distributions)
     assert distributions[-1].numbers["num_samples_again"] < distributions[-1].numbers["num_samples"]
-    assert "no time was left for more" in distributions[-1].found
+    assert "no time was left" in distributions[-1].found
     assert found.seconds <= 61.0
 
 
@@ -656,21 +656,21 @@ def test_what_was_left_out_is_said_with_the_reason() -> None:
     numbers = {"p_value": 0.5, "detectable": 0.1, "num_tokens": 8}
     findings = (
         Finding("greedy", "tokens", "holds", "", numbers),
-        Finding("stop string", "tokens", "left out", "it does not take stop"),
+        Finding("stop string", "tokens", "left out", "the subject does not support stop"),
         Finding("sampled", "distribution", "holds", "", numbers),
-        Finding("min-p 0.1", "distribution", "left out", "no time was left of 3 s"),
-        Finding("typical-p 0.7", "distribution", "left out", "no time was left of 3 s"),
+        Finding("min-p 0.1", "distribution", "left out", "no time was left in the budget of 3 s"),
+        Finding("typical-p 0.7", "distribution", "left out", "no time was left in the budget of 3 s"),
         Finding("broken acceptance", "control", "holds", ""),
     )
     found = Verdict("it", "plain decoding", "", findings, 5, 3, 0.01, 1.0)
     assert "1 of 3 distribution tests agrees" in found.sentence()
     assert found.sentence().endswith(
-        " Left out: tokens of stop string (it does not take stop); distribution of min-p 0.1, distribution of "
-        "typical-p 0.7 (no time was left of 3 s)."
+        " Left out: tokens of stop string (the subject does not support stop); distribution of min-p 0.1, "
+        "distribution of typical-p 0.7 (no time was left in the budget of 3 s)."
     )
     assert found.as_dict()["left_out"] == {
-        "it does not take stop": ["tokens of stop string"],
-        "no time was left of 3 s": ["distribution of min-p 0.1", "distribution of typical-p 0.7"],
+        "the subject does not support stop": ["tokens of stop string"],
+        "no time was left in the budget of 3 s": ["distribution of min-p 0.1", "distribution of typical-p 0.7"],
     }
     whole = replace(found, findings=tuple(one for one in findings if one.status == "holds"))
     assert "Left out" not in whole.sentence()
@@ -684,8 +684,8 @@ def test_distributions_that_a_decoder_cannot_be_asked_for_are_named(llm: LLM) ->
     subject = FunctionSubject(Decoder(llm, ""), takes=frozenset({"temperature", "n"}))
     found = verify(llm, PROMPTS, subject, max_tokens=4, budget_seconds=2.0)
     reasons = {one.feature: one.found for one in found.findings if one.check == "distribution"}
-    assert reasons["top-k 8, repetition penalty 1.3"] == "it does not take repetition_penalty, top_k"
-    assert reasons["min-p 0.1"] == "it does not take min_p"
+    assert reasons["top-k 8, repetition penalty 1.3"] == "the subject does not support repetition_penalty, top_k"
+    assert reasons["min-p 0.1"] == "the subject does not support min_p"
 
 
 def test_samples_come_one_request_at_a_time(llm: LLM) -> None:

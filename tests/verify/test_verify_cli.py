@@ -212,11 +212,11 @@ def odd() -> Iterator[str]:
     ("answer", "is_cut_short", "said"),
     [
         (b'{"choices": [{"ind', True, "broke off its answer"),
-        (b'data: {"choices": []}\n\ndata: [DONE]\n\n', False, "answered something that is not JSON"),
-        (b"<html>", False, "answered something that is not JSON"),
-        (b'{"choices": {"text": "a"}}', False, "answered no list of choices"),
-        (b'{"choices": ["a"]}', False, "answered no list of choices"),
-        (b'{"choices": []}', False, "answered 0 choices where n=1"),
+        (b'data: {"choices": []}\n\ndata: [DONE]\n\n', False, "returned something that is not JSON"),
+        (b"<html>", False, "returned something that is not JSON"),
+        (b'{"choices": {"text": "a"}}', False, "returned no list of choices"),
+        (b'{"choices": ["a"]}', False, "returned no list of choices"),
+        (b'{"choices": []}', False, "returned 0 choices for n=1"),
         (b'{"choices": [{"index": 0, "token_ids": "7", "text": "a"}]}', False, "token_ids that are none"),
         (b'{"choices": [{"index": 0, "token_ids": [7.5]}]}', False, "token_ids that are none"),
         (b'{"choices": [{"index": 0, "text": 7}]}', False, "neither token_ids nor text"),
@@ -261,7 +261,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 @pytest.mark.parametrize("key", ["a\nb", "a\n", "sch\u00fcssel", "\u2028"])
 def test_a_key_that_no_header_holds_is_named(key: str, odd: str) -> None:
     """Of a key with the line end of its file it was said that no server is running there."""
-    with pytest.raises(ConfigError, match="the API key holds characters"):
+    with pytest.raises(ConfigError, match="the API key contains characters"):
         ServerSubject(odd, api_key=key)
 
 
@@ -371,7 +371,7 @@ def test_a_server_that_adds_something_is_found_out(address: str) -> None:
         (["--against", "no_such_module:generate"], "cannot be imported"),
         (["--against", "http://127.0.0.1:1"], "does not answer"),
         (["--model", "zoo:tiny"], "is named twice"),
-        (["--false-alarm-rate", "2"], "must lie between 0 and 1"),
+        (["--false-alarm-rate", "2"], "must be between 0 and 1"),
     ],
 )
 def test_bad_input_is_said(arguments: list[str], said: str) -> None:

@@ -1,1 +1,1 @@
-"""The benchmark that keeps the library honest: interleaved runs, equality before speed, costs measured."""
+"""Benchmarks of methods: interleaved runs, equality of tokens before speed, measured costs."""

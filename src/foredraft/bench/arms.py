@@ -1,4 +1,4 @@
-"""Arms of this library's engine, of one row or in batches."""
+"""Benchmark arms that run foredraft's engine, one row at a time or in batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from foredraft.model.lm import CausalLM
 
 
 class EngineArm(Arm):
-    """This library. The engine and its cache live as long as the arm, as they do in `LLM`.
+    """An arm that runs foredraft's engine. Engine and cache live as long as the arm, as in `LLM`.
 
     Args:
-      config: of the engine; one row at a time by default.
-      is_governed: whether measured costs decide how much is drafted.
+      config: config of the engine; by default one row at a time.
+      is_governed: True if measured costs decide the size of drafts.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EngineArm(Arm):
     def run(self, prompt_ids: Sequence[Any], max_new_tokens: int, sampling: Sampling) -> Run:
         """Decode a prompt, or a group of prompts in batches of ``max_num_seqs`` rows.
 
-        Raises: what a row ended with, if that is an error.
+        Raises: the error with which a row ended, if any.
         """
         prompts = rows_of(prompt_ids)
         if prompts[0] is not prompt_ids:
@@ -63,7 +63,8 @@ class EngineArm(Arm):
         return Run.of(row.output_ids, started, emissions, stats=row.stats, trace=tuple(row.trace))
 
     def _run_group(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling) -> Run:
-        """One batch after another; the time of each starts when all of its rows have entered."""
+        """Decode one batch after another. The decoding time of a batch starts when all of its rows have been
+        prefilled."""
         size = self.engine.config.max_num_seqs
         rows: list[Row] = []
         num_first, entering, decoding = 0, 0.0, 0.0
@@ -74,7 +75,7 @@ class EngineArm(Arm):
                 for prompt in prompts[start : start + size]
             ]
             while any(not row.is_finished and row not in self.engine.decoding_rows for row in batch):
-                self._step()  # rows that entered first may end before the last one enters
+                self._step()  # rows that were prefilled first may end before the last one is
             num_first += sum(row.num_output_tokens for row in batch)
             entered = perf_counter()
             while not all(row.is_finished for row in batch):
@@ -94,12 +95,12 @@ class EngineArm(Arm):
 
 
 class OwnArms:
-    """Makes arms of this library over one model. What methods need beside it is loaded by name.
+    """Builder of arms over one model. Other models that a method needs are loaded by name.
 
     Args:
-      loaded: the model, which is no longer as it was afterwards.
-      name: as the user gave it: a model of the zoo brings along what drafters need.
-      kv_cache_dtype: as of `LLM`.
+      loaded: the target model. It may be modified.
+      name: name of the model as given by the user; drafters of a zoo model are found by its name.
+      kv_cache_dtype: see `LLM`.
     """
 
     def __init__(
@@ -113,9 +114,9 @@ class OwnArms:
         self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
 
     def drafters_of(self, config: SpeculativeConfig) -> Callable[[], Drafter]:
-        """Load what a config asks for, and return what makes its drafters.
+        """Load the drafter of a config, and return a function that makes drafters.
 
-        Raises: ForedraftError where it does not apply to this model.
+        Raises: ForedraftError if the method cannot be used with this model.
         """
         return self._pairing.drafting(config).new_drafter
 
@@ -127,10 +128,10 @@ class OwnArms:
         *,
         num_rows: int = 1,
     ) -> EngineArm:
-        """An arm of one row, or of batches.
+        """Return an arm for one row, or for batches of ``num_rows``.
 
         Args:
-          new_drafter: of `drafters_of`, where that has been called before.
+          new_drafter: result of `drafters_of`; by default the drafter is loaded now.
         """
         engine = EngineConfig(
             max_num_seqs=num_rows,

@@ -1,4 +1,4 @@
-"""The methods that are compared, as a user names them."""
+"""The methods to compare, as named by the user."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ logger = logging.getLogger("foredraft")
 PLAIN = "plain"
 ALL = "all"
 COMPOSITIONS = ("suffix+draft_model", "ngram>token_recycling")
-"""The combinations that "all" tries besides the single methods."""
+"""Combinations that "all" adds to the single methods."""
 
 
 def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> dict[str, dict[str, Any]]:
-    """The methods that a user names: by comma, ``a+b``, ``a>b``, JSON and ``@FILE`` as everywhere, or "all".
+    """Return the methods that a user names: separated by commas, as ``a+b``, ``a>b``, JSON or ``@FILE``, or "all".
 
     Args:
-      draft_model: for those that draft with a model; a head for those that draft with heads.
-      num_draft_tokens: for all; None leaves every method its default.
+      draft_model: model or head for the methods that need one. A head goes to methods that draft with heads, a model to
+        the others.
+      num_draft_tokens: draft length of all methods; None keeps the default of every method.
 
-    Returns: speculative configs by their names in tables.
+    Returns: speculative configs by the name shown in tables.
     Raises: ConfigError for anything that is not a method.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -33,18 +34,20 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
         single = (name for name, method in methods().items() if name != "none" and not method.combines)
         names = [*single, *COMPOSITIONS]
         for given in [{"method": name} for name in names] if part == ALL else [_read(part)]:
-            if part.startswith("@") and SpeculativeConfig.parse(given).method == "none":  # as tune may have chosen
-                logger.warning("%s names plain decoding, which every method is compared with anyway", part)
+            if part.startswith("@") and SpeculativeConfig.parse(given).method == "none":  # tune may have chosen it
+                logger.warning(
+                    "%s contains plain decoding, which is always part of the comparison; it is ignored", part
+                )
                 continue
             name, full = _completed(given, draft_model, num_draft_tokens)
             found.setdefault(name, full)
     if not found:
-        raise ConfigError(f"--methods is {text!r}; name methods with commas between them, or {ALL}")
+        raise ConfigError(f"--methods is {text!r}; give names of methods separated by commas, or {ALL}")
     return found
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """Split at commas that stand outside of braces, brackets and quotes: ``a,{"b": 1, "c": [2, 3]}`` has two parts."""
+    """Split at commas outside braces, brackets and quotes: ``a,{"b": 1, "c": [2, 3]}`` has two parts."""
     parts, depth, is_quoted = [""], 0, False
     for place, sign in enumerate(text):
         if sign == '"' and text[place - 1 : place] != "\\":
@@ -62,7 +65,7 @@ def _read(part: str) -> dict[str, Any]:
     found = read_text(part)
     if not isinstance(found, dict):
         raise ConfigError(
-            f"--methods holds {part!r}, which is not a JSON object; write the keys of a speculative config"
+            f"--methods contains {part!r}, which is not a JSON object; write the keys of a speculative config"
         )
     return found
 
@@ -70,10 +73,10 @@ def _read(part: str) -> dict[str, Any]:
 def _completed(
     given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None
 ) -> tuple[str, dict[str, Any]]:
-    """A name, and the config with the drafter and the length that were named beside it."""
+    """Return the name of a method, and its config completed by the drafter and the draft length."""
     config = SpeculativeConfig.parse(given)
     if config.method == "none":
-        raise ConfigError("--methods holds plain decoding, which every method is compared with anyway; leave it out")
+        raise ConfigError("--methods contains plain decoding, which is always part of the comparison; leave it out")
     full = dict(given)
     if draft_model is not None and _takes(config, draft_model):
         full["model"] = draft_model
@@ -85,7 +88,7 @@ def _completed(
 
 
 def _takes(config: SpeculativeConfig, drafter: str) -> bool:
-    """Whether a config drafts with what was named beside it: heads with a head, other methods with a model."""
+    """Return whether a config needs this drafter: heads need a head, other methods a model."""
     is_head = recognized(drafter) is not None
     open_parts = [
         part

@@ -1,4 +1,4 @@
-"""The same tokens first, speed afterwards: where two arms differ, and by how little."""
+"""Comparison of tokens before speed: where two arms differ, and how close the two tokens are."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from foredraft.model.lm import CausalLM
 from foredraft.testing.divergence import token_gap
 
 Gap = Callable[[Sequence[int], Sequence[int], int, int], float]
-"""A function of a prompt, the text so far and two tokens: the difference of their logits."""
+"""Function of a prompt, the output so far and two tokens that returns the difference of their logits."""
 
 
 @dataclass(frozen=True)
 class Departure:
-    """The first place where an arm's output leaves the reference's.
+    """The first token at which an arm's output differs from the reference's.
 
     Args:
       position: index in the output.
-      expected, found: tokens there; -1 where an output has ended.
-      gap: how much the model prefers one to the other there, in logits (with the noise of the draw when sampled).
+      expected, found: token of the reference, and token of the arm; -1 if the output has ended.
+      gap: difference of the two tokens' logits, with the noise of the draw if sampled.
     """
 
     arm: str
@@ -37,9 +37,9 @@ class Equality:
     """The result of comparing one arm's outputs with the reference's.
 
     Args:
-      num_prompts: of groups, rows of all groups.
-      same_share: of the reference's tokens, those before the first difference of their row.
-      is_repeatable: two runs of one prompt gave the same tokens.
+      num_prompts: number of compared prompts; for groups, number of compared rows.
+      same_share: share of the reference's tokens that come before the first difference of their row.
+      is_repeatable: True if all runs of the arm on a prompt gave the same tokens.
     """
 
     arm: str
@@ -55,20 +55,21 @@ class Equality:
         return max((divergence.gap for divergence in self.divergences), default=0.0)
 
     def passes(self, near_tie: float) -> bool:
-        """Whether every difference lies at a gap below ``near_tie``; 0 allows none."""
+        """Return whether every difference has a gap below ``near_tie``; 0 allows no difference."""
         return not self.divergences or self.largest_gap < near_tie
 
 
 def check(trial: Trial, gap: Gap, reference: str, arms: Sequence[str]) -> list[Equality]:
     """Compare the arms' first outputs with the reference's, row by row.
 
-    An arm of one row beside a batch is compared as far as it goes: it ends where the model ends it, a batch does not.
+    The output of a one-row arm may end at EOS while the reference's batch continues. It is compared up to its end.
     """
     return [_compared(trial, gap, reference, arm) for arm in arms]
 
 
 def gap_of(target: CausalLM, sampling: Sampling) -> Gap:
-    """Gaps by a plain forward of a model, noise of the draw included; see `foredraft.testing.divergence`."""
+    """Return a function for gaps by a plain forward pass, with the noise of the draw; see
+    `foredraft.testing.divergence`."""
     params = sampling.params(1)
     return lambda prompt, output, one, other: token_gap(target, prompt, output, params, 0, (one, other))
 
@@ -87,7 +88,7 @@ def _compared(trial: Trial, gap: Gap, reference: str, arm: str) -> Equality:
                 continue
             name = prompt.name if len(expected) == 1 else f"{prompt.name}, row {row}"
             one, other = (tokens[position] if position < len(tokens) else -1 for tokens in (wanted, got))
-            has_ended = -1 in (one, other)  # while the other goes on: no rounding does that
+            has_ended = -1 in (one, other)  # one output ended and the other did not: rounding cannot explain that
             distance = float("inf") if has_ended else gap(ids, wanted[:position], one, other)
             divergences.append(Departure(arm, name, position, one, other, distance))
     share = num_same / num_tokens if num_tokens else 1.0

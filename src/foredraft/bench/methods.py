@@ -1,4 +1,4 @@
-"""Comparison of methods for a model: plain decoding and all candidates, interleaved on the same prompts."""
+"""Comparison of methods on one model: plain decoding and all candidates, interleaved on the same prompts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ _NO_DRAFTING = SpeculativeConfig.parse(NO_DRAFTING)
 
 @dataclass(frozen=True)
 class MethodsSettings:
-    """Settings of a comparison. Defaults are those of ``foredraft bench``.
+    """Settings of a comparison. The defaults are those of ``foredraft bench``.
 
     Args:
-      num_prompts: in all, of the kinds in turn.
-      kinds: of prompts; None for all that the prompts have but passages to copy.
-      repeats: rounds of forwards and backwards through all methods, per prompt.
-      exactness: default or relaxed.
-      ignore_eos: go on past the end of the answer.
+      num_prompts: total number of prompts, taken from the kinds in turn.
+      kinds: kinds of prompts; None for all kinds of the file except "copy".
+      repeats: number of rounds per prompt. A round runs all methods forwards and then backwards.
+      exactness: "default" or "relaxed".
     """
 
     num_prompts: int = 9
@@ -56,11 +55,11 @@ class MethodsSettings:
 
 @dataclass
 class Contender:
-    """A method whose arm has run.
+    """A method that can be used, with its arm warmed up.
 
     Args:
-      given: the speculative config, as a user writes it.
-      memory_bytes: by which the process grew, as far as the system says.
+      given: speculative config as written by the user.
+      memory_bytes: growth of the process's memory; None if the system does not report it.
     """
 
     given: Mapping[str, Any]
@@ -73,7 +72,7 @@ class Contender:
         return self.arm.name
 
     def row(self, trial: Trial, equality: Equality | None) -> MethodRow:
-        """Its results in a trial, with the comparison of its tokens with those of plain decoding."""
+        """Return the results of the method in a trial."""
         name, profile = self.name, self.arm.engine.profile
         stats, speed = trial.stats(name), trial.tokens_per_second(name)
         return MethodRow(
@@ -93,11 +92,11 @@ class Contender:
 
 
 class Methods:
-    """Holds the model and runs the comparison.
+    """A comparison of methods on one model.
 
     Args:
-      model: as for `LLM`.
-      say: told what is running.
+      model: see `LLM`.
+      say: function that is called with the current activity.
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
@@ -122,9 +121,9 @@ class Methods:
 
     @cached_property
     def prompts(self) -> list[BenchPrompt]:
-        """Prompts, of the kinds in turn; those that leave no room for the output are skipped.
+        """Prompts of the kinds in turn. Prompts that leave no room for the output are skipped.
 
-        Raises: ConfigError when no prompt remains, or a kind has none.
+        Raises: ConfigError if no prompt remains, or if there is no prompt of a kind.
         """
         settings, context = self.settings, self.target.context_length
         room = None if context is None else context - settings.max_new_tokens
@@ -140,25 +139,28 @@ class Methods:
         found = prompts_of_kinds(self._arms.tokenizer, questions, settings.kinds, room, answer)
         prompts = list(islice(found, settings.num_prompts))
         if not prompts:
-            raise ConfigError(f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} of context")
+            raise ConfigError(
+                f"no prompt leaves room for {settings.max_new_tokens} new tokens: at most {room} prompt tokens fit; "
+                "use shorter prompts, or lower --max-new-tokens"
+            )
         return prompts
 
     def run(
         self, candidates: Mapping[str, Mapping[str, Any]], on_prompt: Callable[[MethodsOutcome], None]
     ) -> MethodsOutcome:
-        """Compare all that apply.
+        """Compare all methods that can be used with this model.
 
         Args:
           candidates: speculative configs by name; see `read_candidates`.
-          on_prompt: told of what is known so far, after every prompt.
+          on_prompt: function that is called after every prompt with the results so far.
 
-        Raises: ConfigError when no method applies.
+        Raises: ConfigError if no method can be used.
         """
         plain = self._started(PLAIN, NO_DRAFTING, EmptyDrafter)
         contenders, refused = self._contenders(candidates)
         if not contenders:
             reasons = "; ".join(f"{one.method}: {one.reason}" for one in refused)
-            raise ConfigError(f"none of the methods applies to this model: {reasons}")
+            raise ConfigError(f"none of the methods can be used with this model: {reasons}")
         settings = self.settings
 
         def outcome(trial: Trial) -> MethodsOutcome:
@@ -174,7 +176,7 @@ class Methods:
         return outcome(trial)
 
     def _contenders(self, candidates: Mapping[str, Mapping[str, Any]]) -> tuple[list[Contender], list[RefusedMethod]]:
-        """The candidates whose drafter can be made, each started once; and the others with their reason."""
+        """Return the candidates whose drafter can be made, each warmed up, and the others with the reason."""
         contenders: list[Contender] = []
         refused = []
         for place, (name, given) in enumerate(candidates.items()):
@@ -195,20 +197,20 @@ class Methods:
 
     @property
     def _near_tie(self) -> float:
-        """Gap in logits up to which rounding explains other tokens; 0 where the same bits are promised."""
+        """Largest gap in logits that rounding explains; 0 if the guarantee is bitwise."""
         return 0.0 if self.promise.keeps_bits else NEAR_TIES[self.target.dtype]
 
     def _is_judged(self, contender: Contender) -> bool:
-        """Rules that draw by themselves follow the distribution of plain decoding, and not its tokens."""
+        """Return whether the tokens can be compared. Some rules keep only the distribution of plain decoding."""
         return contender.config.rule.keeps_tokens or self.settings.sampling.is_greedy
 
     def _started(
         self, name: str, given: Mapping[str, Any], make: Callable[[], Drafter], before: int | None = None
     ) -> Contender:
-        """A method whose arm has run once.
+        """Return a method whose arm has run once.
 
         Args:
-          before: memory of the process before anything of the method was loaded; its memory now if left out.
+          before: memory of the process in bytes before the method was loaded; by default the memory now.
         """
         before = resident_bytes() if before is None else before
         config = SpeculativeConfig.parse(given)
@@ -246,7 +248,7 @@ class Methods:
 
 
 def resident_bytes() -> int | None:
-    """Resident memory of the process now; None where the system does not report it (Linux does)."""
+    """Return the resident memory of the process in bytes; None if the system does not report it (Linux does)."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError):
@@ -255,7 +257,7 @@ def resident_bytes() -> int | None:
 
 
 def describe(model: Any) -> str:
-    """Parameters and shape, and what an inflated model was before."""
+    """Return the parameters and shape of a model, and the original width of an inflated one."""
     config = model.config
     layers = f"{config.num_hidden_layers} layer{'' if config.num_hidden_layers == 1 else 's'}"
     shape = f"hidden {config.hidden_size}, ffn {config.intermediate_size}, {layers}"

@@ -1,4 +1,4 @@
-"""The outcome of a comparison of methods: equality and figures of each, and the one to use, with its reason."""
+"""The outcome of a comparison of methods: equality and figures of every method, and a recommendation."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from foredraft.bench.trial import Comparison, bootstrap
 from foredraft.engine.stats import counted
 
 MIN_PROMPTS = 6
-"""With fewer, not even the smallest and largest ratio enclose the median with a chance of 95 % (1 - 2 / 2^n)."""
+"""Smallest number of prompts for which the smallest and largest ratio enclose the median with a chance of 95 % (1 - 2 /
+2^n)."""
 
 NO_DRAFTING: Mapping[str, Any] = {"method": "none"}
 
 _LOOPING = 0.25
-"""Share of repeated text from which lookups look better than they are."""
+"""Share of repeated text above which lookup methods look better than they are."""
 
 _SHOWN_PER_KIND = 3
 
 
 @dataclass(frozen=True)
 class RefusedMethod:
-    """A method that this model cannot draft by, and why."""
+    """A method that cannot be used with this model, and the reason."""
 
     method: str
     reason: str
@@ -38,19 +39,19 @@ class RefusedMethod:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """The results of one method; figures are None where it differs from plain decoding or nothing was timed.
+    """The results of one method. Figures are None if its tokens differ from plain decoding or nothing was timed.
 
     Args:
       given: the speculative config.
-      comparison: speed by own plain decoding.
-      prompt_ratios: the same of every prompt, None where nothing was left to time.
-      tokens_per_step: tau, the bonus included.
-      nodes_per_step: verified nodes, the pending token included.
-      draft_seconds: proposing and observing, per step.
-      memory_bytes: by which the process grew when the method was loaded and ran for the first time, its own
-        key-value cache of the target included; None where the system does not say.
-      equality: comparison of its tokens with those of plain decoding; None where only the distribution is the same.
-      lossless: the acceptance rule keeps the distribution of the target.
+      comparison: speed relative to plain decoding.
+      prompt_ratios: the same ratio for every prompt; None if the first step emitted all tokens.
+      tokens_per_step: tau, bonus included.
+      nodes_per_step: verified nodes per step, pending token included.
+      draft_seconds: seconds per step for proposing and observing.
+      memory_bytes: growth of the process when the method was loaded and first run, its own key-value cache of the
+        target included; None if the system does not report it.
+      equality: comparison of its tokens with plain decoding; None if only the distribution is the same.
+      lossless: True if the acceptance rule keeps the distribution of the target.
     """
 
     method: str
@@ -73,14 +74,14 @@ class MethodRow:
 
 @dataclass(frozen=True)
 class MethodsOutcome:
-    """All findings of a comparison.
+    """All results of a comparison.
 
     Args:
-      kinds: of the prompts, in their order.
-      promise: the guarantee by which equality was judged, for people.
-      different: methods whose tokens are not those of plain decoding, by more than that guarantee allows.
-      repeated_share: of plain decoding's tokens, those inside repeated 8-grams.
-      num_prompts_planned: what an interrupted run did not reach.
+      kinds: kind of every prompt, in order.
+      num_prompts_planned: number of prompts including those that an interrupted run did not reach.
+      promise: guarantee against which equality was judged, in words.
+      repeated_share: share of plain decoding's tokens that are inside repeated 8-grams.
+      different: methods whose tokens differ from plain decoding by more than the guarantee allows.
     """
 
     sampling: str
@@ -100,11 +101,11 @@ class MethodsOutcome:
         return len(self.kinds)
 
     def shown(self, model: str, notes: tuple[str, ...] = ()) -> Iterator[Group | Text]:
-        """Everything, the recommendation last.
+        """Yield tables and lines with all results, the recommendation last.
 
         Args:
-          model: as the user names it.
-          notes: what is to be known about the model.
+          model: name of the model as given by the user.
+          notes: remarks about the model.
         """
         found = by_kind(self)
         title = f"methods: {self.sampling}, {counted(self.num_prompts, 'prompt')}"
@@ -116,7 +117,7 @@ class MethodsOutcome:
         if len(found) > 1:
             yield table("by kind of prompt: x plain, the fastest first", _KIND_COLUMNS, found, is_wide=True)
         if self.refused:
-            yield table("methods that do not apply", _REFUSED_COLUMNS, self.refused, is_wide=True)
+            yield table("methods that cannot be used with this model", _REFUSED_COLUMNS, self.refused, is_wide=True)
         advice = advise(self)
         yield Text(f"\nrecommended: {advice.reason}")
         for line in usage(advice.config, model):
@@ -127,40 +128,43 @@ class MethodsOutcome:
     def _legend(self) -> str:
         interval = " (95 % interval)" if self.num_prompts > 1 else ""
         parts = [
-            f"x plain: times plain decoding's speed, median of the prompts{interval}, "
+            f"x plain: speed relative to plain decoding, median of the prompts{interval}, "
             f"{counted(self.runs_per_prompt, 'interleaved run')} each",
             "tau: tokens per step",
-            "acc.: drafted tokens that were accepted",
+            "acc.: share of drafted tokens that were accepted",
             "nodes: verified per step",
             "draft: proposing and observing, per step",
-            "MB: what loading and a first run added, a key-value cache of its own included",
-            "same: prompts with plain decoding's tokens",
+            "MB: memory added by loading and a first run, with the method's own key-value cache",
+            "same: prompts with the tokens of plain decoding",
         ]
         if not all(row.is_timed for row in self.rows):
             parts.append(WHY_NOTHING)
         return "; ".join(parts)
 
     def _equality(self) -> Iterator[Text]:
-        """The guarantee, and how many texts part from plain decoding's, by which gap."""
+        """Yield the guarantee, the number of outputs that differ from plain decoding, and the largest gap."""
         judged = [row.equality for row in self.rows if row.equality is not None]
         if judged:
             total, parted = sum(one.num_prompts for one in judged), sum(len(one.divergences) for one in judged)
             gap = max(one.largest_gap for one in judged)
-            others = f"; {parted} part from them, at gaps of at most {gap:.2g} in logits" if parted else ""
-            yield Text(f"{self.promise}. Texts with plain decoding's tokens: {total - parted} of {total}{others}")
+            others = f"; {parted} differ, with gaps of at most {gap:.2g} in logits" if parted else ""
+            yield Text(
+                f"{self.promise}. Outputs with the tokens of plain decoding: {total - parted} of {total}{others}"
+            )
         for one in self.different:
             first = one.divergences[0]
             yield Text(
                 f"{one.arm} differs from plain decoding on {one.num_prompts - one.num_identical} of "
-                f"{one.num_prompts} prompts, first on {first.prompt} at token {first.position} (gap {first.gap:.3g}), "
-                "where equality is promised: no speed is shown for it",
+                f"{one.num_prompts} prompts, first on {first.prompt} at token {first.position} (gap {first.gap:.3g}). "
+                "The guarantee requires equal tokens, so no speed is shown for it",
                 "red",
             )
 
 
 @dataclass(frozen=True)
 class KindRow:
-    """The methods on the prompts of one kind, the fastest first: medians of their ratios by plain decoding."""
+    """The methods on the prompts of one kind, the fastest first, with medians of their speed relative to plain
+    decoding."""
 
     kind: str
     num_prompts: int
@@ -168,7 +172,7 @@ class KindRow:
 
 
 def same_of(found: Equality | None) -> str:
-    """ "3/4": identical prompts, of all."""
+    """Return the number of identical prompts out of all, such as "3/4"."""
     return "" if found is None else f"{found.num_identical}/{found.num_prompts}"
 
 
@@ -199,13 +203,13 @@ _REFUSED_COLUMNS = (
 
 
 def ranked(outcome: MethodsOutcome) -> list[MethodRow]:
-    """The methods that were timed, the fastest first."""
+    """Return the methods that were timed, the fastest first."""
     timed = [row for row in outcome.rows if row.is_timed]
     return sorted(timed, key=lambda row: -row.comparison.ratio if row.comparison else 0.0)
 
 
 def by_kind(outcome: MethodsOutcome) -> list[KindRow]:
-    """The gain of the methods on each kind of prompt, which tells whether they suit one's own prompts."""
+    """Return the speed of the methods on each kind of prompt, so that users can look at the kind closest to theirs."""
     rows = []
     for kind in dict.fromkeys(outcome.kinds):
         places = [place for place, other in enumerate(outcome.kinds) if other == kind]
@@ -223,12 +227,12 @@ def by_kind(outcome: MethodsOutcome) -> list[KindRow]:
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended config.
+    """A recommended config.
 
     Args:
-      config: for ``--speculative-config`` or ``speculative_config=``; plain decoding where no method is faster.
-      reason: why, in a sentence.
-      notes: reasons not to take it for granted.
+      config: value for ``--speculative-config`` or ``speculative_config=``; plain decoding if no method is faster.
+      reason: reason in one sentence.
+      notes: doubts about the recommendation.
     """
 
     config: Mapping[str, Any]
@@ -249,31 +253,33 @@ def advise(outcome: MethodsOutcome) -> Advice:
     ratio, num_timed = best.comparison.ratio, best.comparison.num_prompts
     if num_timed < MIN_PROMPTS:
         notes.append(
-            f"{num_timed} {'prompt is' if num_timed == 1 else 'prompts are'} too few to be sure of anything; take "
+            f"{num_timed} {'prompt is' if num_timed == 1 else 'prompts are'} too few for a reliable result; use "
             f"--num-prompts {2 * MIN_PROMPTS} or more"
         )
     if outcome.repeated_share > _LOOPING:
         notes.append(
-            f"{outcome.repeated_share:.0%} of the text lies inside repeated 8-grams: this model loops here, which "
-            "flatters methods that look text up"
+            f"{outcome.repeated_share:.0%} of the output is inside repeated 8-grams: the model repeats itself on these "
+            "prompts, so lookup methods look faster than they would be on other prompts"
         )
     if ratio <= 1:
-        reason = f"no method beats plain decoding here: the best, {best.method}, runs at {best.comparison} of its speed"
+        reason = f"no method beats plain decoding: the best, {best.method}, runs at {best.comparison} times its speed"
         return Advice(NO_DRAFTING, reason, tuple(notes))
     if best.comparison.low <= 1 and num_timed > 1:
         reason = (
-            f"no method clearly beats plain decoding here: the best, {best.method}, runs at {best.comparison} of its "
+            f"no method clearly beats plain decoding: the best, {best.method}, runs at {best.comparison} times its "
             "speed, which may be chance"
         )
         if num_timed >= MIN_PROMPTS:
-            notes.append(f"more prompts may tell: --num-prompts {2 * num_timed}")
+            notes.append(f"more prompts may give a clear result: --num-prompts {2 * num_timed}")
         return Advice(NO_DRAFTING, reason, tuple(notes))
     notes += [note for other in timed[1:] if (note := _tie(best, other)) is not None]
-    return Advice(best.given, f"{best.method} runs at {best.comparison} of plain decoding's speed", tuple(notes))
+    reason = f"{best.method} runs at {best.comparison} times the speed of plain decoding"
+    return Advice(best.given, reason, tuple(notes))
 
 
 def _tie(best: MethodRow, other: MethodRow) -> str | None:
-    """A sentence where the prompts do not tell two methods apart; paired, since prompts differ more than methods."""
+    """Return a sentence if the prompts cannot separate two methods. Ratios are paired: prompts differ more than
+    methods."""
     pairs = zip(best.prompt_ratios, other.prompt_ratios, strict=True)
     ratios = [one / two for one, two in pairs if one is not None and two is not None]
     if len(ratios) < 2:
@@ -283,13 +289,13 @@ def _tie(best: MethodRow, other: MethodRow) -> str | None:
         return None
     middle = statistics.median(ratios)
     return (
-        f"{len(ratios)} prompts do not tell {best.method} from {other.method} "
+        f"{len(ratios)} prompts are too few to separate {best.method} from {other.method} "
         f"({middle:.2f} times as fast, {low:.2f}-{high:.2f})"
     )
 
 
 def usage(config: Mapping[str, Any], model: str) -> list[str]:
-    """Lines that use a config, on the command line and in Python."""
+    """Return lines that show how to use a config, on the command line and in Python."""
     text = json.dumps(dict(config))
     return [
         f"foredraft generate -m {shlex.quote(model)} --speculative-config {shlex.quote(text)} ...",

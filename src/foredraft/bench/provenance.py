@@ -1,4 +1,4 @@
-"""The conditions under which a result was obtained: machine, versions, commit, command."""
+"""The conditions under which a result was measured: machine, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
 def provenance() -> dict[str, Any]:
-    """Plain data for a results file."""
+    """Return the conditions as plain data for a results file."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -40,13 +40,13 @@ def provenance() -> dict[str, Any]:
 
 
 def conditions() -> dict[str, Any]:
-    """The conditions that a search reports."""
+    """Return the conditions that a search reports."""
     found = provenance()
     return {key: found[key] for key in ("time", "commit", "versions", "cpu", "num_threads")}
 
 
 def commit() -> str | None:
-    """The commit of the checkout this package runs from, with "+" when tracked files of the package were changed."""
+    """Return the commit of the checkout that contains this package, with "+" if tracked files of the package differ."""
     folder = Path(__file__).parents[1]
     head = _git(folder, "rev-parse", "--short=12", "HEAD")
     if head is None:

@@ -1,4 +1,4 @@
-"""The report: tables and lines as people see them, and the same results as JSON, kept as they come."""
+"""Reports of benchmarks: tables and lines for the terminal, and the same results as JSON, written as they arrive."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from foredraft.bench.provenance import provenance
 from foredraft.folders import keep_json, keep_text
 
 QUIET_SHARE = 0.1
-"""Share of the processors used by others beyond which a timing is not to be trusted."""
+"""Share of the processors used by other processes above which timings are not reliable."""
 
 NOTHING = "-"
-"""Shown where there was nothing to time."""
+"""Cell of a table where nothing was timed."""
 
-WHY_NOTHING = f"{NOTHING}: all tokens came with the first emission, so nothing was left to time; raise --max-new-tokens"
+WHY_NOTHING = f"{NOTHING}: all tokens came with the first step, so nothing was left to time; raise --max-new-tokens"
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Column:
     """A column of a table.
 
     Args:
-      cell: what it shows of a row.
-      is_text: folds where there is no room; all others hold figures, which do not.
+      cell: function that returns the cell of a row.
+      is_text: True if long cells are wrapped; figures are never wrapped.
     """
 
     head: str
@@ -42,12 +42,12 @@ class Column:
 
 
 def table(title: str, columns: Sequence[Column], rows: Iterable[Any], *, is_wide: bool = False) -> Group:
-    """Rows with their figures, under a title that may be wider than they are.
+    """Return a table under a title that may be wider than the table.
 
-    No rules stand between narrow columns, text folds and nothing is cut off, so that 80 columns do.
+    There are no lines between narrow columns, text is wrapped and nothing is cut off, so 80 columns are enough.
 
     Args:
-      is_wide: leave space beside every column.
+      is_wide: True to leave space beside every column.
     """
     made = Table(
         box=box.SIMPLE_HEAD,
@@ -64,21 +64,21 @@ def table(title: str, columns: Sequence[Column], rows: Iterable[Any], *, is_wide
 
 
 def show(console: Console, parts: Iterable[Group | Text]) -> None:
-    """Print tables and lines on a console, or whatever else it writes to. Lines with ``no_wrap`` are not broken."""
+    """Print tables and lines on a console. Lines with ``no_wrap`` are not broken."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
 
 
 @dataclass
 class Report:
-    """The results of one benchmark, shown and kept as they come, so that an interrupted one leaves what it has.
+    """The results of one benchmark, shown and written as they arrive, so that an interrupted run keeps what it has.
 
-    A file whose name ends in .jsonl has a line of JSON for the conditions, and one for every result, each with its
-    name under "result"; any other is one JSON object.
+    A file whose name ends in .jsonl contains a line of JSON for the conditions and one for every result, with its name
+    under "result". Any other file contains one JSON object.
 
     Args:
-      output: file to keep everything in.
-      complain: told why the file cannot be written, which loses nothing.
+      output: file for the results; None for none.
+      complain: function that is called with the reason if the file cannot be written. The run goes on.
     """
 
     console: Console
@@ -88,17 +88,18 @@ class Report:
     _conditions: tuple[str, ...] = ()
 
     def begin(self, settings: Any, **more: Any) -> None:
-        """Note the conditions under which everything is measured: ``models``, ``dtype``, ``execution`` and others.
+        """Record the conditions of the measurement: ``models``, ``dtype``, ``execution`` and others.
 
         Args:
           settings: a dataclass with ``prompts_file``.
+          more: further conditions by name.
         """
         data = {**plain_data(settings), "prompts_file": str(settings.prompts_file or "own")}
         self.results |= {"provenance": provenance(), **more, "settings": data}
         self._conditions = tuple(self.results)
 
     def show_conditions(self) -> None:
-        """Show them in a few lines."""
+        """Print the conditions in a few lines."""
         facts, found = self.results["provenance"], self.results
         versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
         for line in (
@@ -109,7 +110,7 @@ class Report:
             self.console.print(line, markup=False, highlight=False)
 
     def keep(self, **found: Any) -> None:
-        """Results under their names, in place of those of before."""
+        """Store results by name, replacing earlier ones, and write the file."""
         self.results |= {name: plain_data(value) for name, value in found.items()}
         if self.output is None:
             return
@@ -120,12 +121,12 @@ class Report:
                 keep_json(self.output, self.results)
         except OSError as error:
             self.complain(
-                f"{self.output} cannot be written ({error.strerror}); what was measured is shown all the same, "
-                "and kept with the next result if there is room by then"
+                f"{self.output} cannot be written ({error.strerror}); the results are still shown, and the file is "
+                "written again with the next result"
             )
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """The conditions, then every result by itself."""
+        """Yield the conditions, then every result."""
         yield {"result": "conditions", **{name: self.results[name] for name in self._conditions}}
         for name, found in self.results.items():
             if name not in self._conditions:
@@ -134,9 +135,9 @@ class Report:
 
 
 def plain_data(value: Any) -> Any:
-    """Dataclasses as dictionaries, properties included, ready for JSON; NaN and infinities become None.
+    """Convert dataclasses to dictionaries, properties included, ready for JSON. NaN and infinities become None.
 
-    Fields that a dataclass leaves out of its representation are left out here, too.
+    Fields that a dataclass omits from its representation are omitted.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
@@ -157,21 +158,21 @@ def plain_data(value: Any) -> Any:
 
 
 def load_lines(other_cpu_share: float) -> Iterator[Text]:
-    """A warning where others computed meanwhile."""
+    """Yield a warning if other processes used the processors during the measurement."""
     if other_cpu_share > QUIET_SHARE:
         yield Text(
-            f"other processes used {other_cpu_share:.0%} of the processors meanwhile: repeat this on a quiet machine",
+            f"other processes used {other_cpu_share:.0%} of the processors: repeat the measurement on a quiet machine",
             "yellow",
         )
 
 
 def figure(value: float | None, digits: int = 2) -> str:
-    """A figure, nothing where there is none to have, and `NOTHING` where nothing was timed."""
+    """Format a figure: empty for None, and `NOTHING` for NaN, where nothing was timed."""
     if value is None:
         return ""
     return NOTHING if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """0.5 is "50%"; nothing where there is none to have."""
+    """Format a share: 0.5 is "50%", and None is empty."""
     return "" if value is None else f"{value:.0%}"

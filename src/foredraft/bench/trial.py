@@ -1,4 +1,4 @@
-"""A trial: arms decode the same prompts in interleaved turns; what came out, how fast, and how sure that is."""
+"""Trials: arms decode the same prompts in interleaved turns; outputs, speeds and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling, the same for every arm."""
+    """Sampling parameters that all arms share."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -47,7 +47,7 @@ class Sampling:
         return f"T={self.temperature:g}" + (f" top-p={self.top_p:g}" if self.top_p < 1 else "")
 
     def params(self, max_new_tokens: int) -> SamplingParams:
-        """The same settings as the engine's parameters."""
+        """Return the same settings as the engine's parameters."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -59,20 +59,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one arm on one prompt, or on a group of prompts that it decodes as rows of a batch.
+    """The result of one arm on one prompt, or on a group of prompts decoded as rows of a batch.
 
-    Decoding is what follows the first emission: its time and its tokens alone are compared, so that the cost of
-    prompts is left out. An arm that emits several tokens at first has that many fewer to account for.
+    Decoding is everything after the first emission. Only its time and tokens are compared, so the cost of prefill is
+    left out. The tokens of the first emission do not count as decoded.
 
     Args:
-      token_ids: of the output; of a group, those of all rows one after another.
-      num_first: how many of them came with the first emission, or before all rows of a group had entered.
-      first_seconds: from the request to the first emission, prompt and drafter's prompt included.
-      decode_seconds: from there to the end.
-      stats: the engine's counters, None for other arms.
-      step_seconds: between one emission and the next; they add up to ``decode_seconds``.
-      trace: the engine's steps, one by one.
-      rows: outputs of a group; empty where there is one row.
+      token_ids: tokens of the output; for a group, those of all rows one after another.
+      num_first: number of tokens in the first emission, or of tokens emitted before all rows of a group were prefilled.
+      first_seconds: seconds from the request to the first emission, including the prefill of target and drafter.
+      decode_seconds: seconds from the first emission to the end.
+      stats: counters of the engine; None for other arms.
+      step_seconds: seconds between emissions; their sum is ``decode_seconds``.
+      trace: steps of the engine, one by one.
+      rows: outputs of the rows of a group; empty for one row.
     """
 
     token_ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class Run:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], started: float, emissions: Sequence[tuple[float, int]], **more: Any) -> Run:
-        """A run whose emissions came at these times, each with its number of tokens."""
+        """Return a run from its emissions, each with its time and its number of tokens."""
         times = [moment for moment, _ in emissions]
         steps = tuple(later - earlier for earlier, later in pairwise(times))
         first, last = times[0], times[-1]
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def texts(self) -> tuple[tuple[int, ...], ...]:
-        """The output of every row."""
+        """Outputs of all rows."""
         return self.rows or (self.token_ids,)
 
     @property
@@ -103,28 +103,29 @@ class Run:
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds per decoded token; NaN when the first emission was all."""
+        """Seconds per decoded token; NaN if all tokens came with the first emission."""
         return self.decode_seconds / self.num_decoded if self.num_decoded > 0 else float("nan")
 
 
 class Arm(ABC):
-    """One way to generate."""
+    """A way to generate, such as a method with its settings."""
 
     name: str
 
     @abstractmethod
     def run(self, prompt_ids: Sequence[Any], max_new_tokens: int, sampling: Sampling) -> Run:
-        """Continue one prompt, or a group of prompts where the arm is one of batches; see `rows_of`."""
+        """Continue one prompt, or a group of prompts if the arm decodes batches; see `rows_of`."""
 
 
 def rows_of(prompt_ids: Sequence[Any]) -> list[Sequence[int]]:
-    """The prompts of a group, (1, 2) is one row, ((1, 2), (3,)) are two."""
+    """Return the prompts of a group: (1, 2) is one row, and ((1, 2), (3,)) are two rows."""
     is_group = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], int)
     return list(prompt_ids) if is_group else [prompt_ids]
 
 
 def in_groups(prompts: Sequence[BenchPrompt], size: int) -> list[BenchPrompt]:
-    """Groups of so many prompts, each in the place of one; the last group is filled up from the beginning."""
+    """Return groups of ``size`` prompts, each as one prompt. The last group is filled up with prompts from the
+    start."""
     ids = [prompt.token_ids for prompt in prompts]
     return [
         BenchPrompt(f"group {number}", "group", tuple(ids[(start + row) % len(ids)] for row in range(size)))
@@ -134,7 +135,7 @@ def in_groups(prompts: Sequence[BenchPrompt], size: int) -> list[BenchPrompt]:
 
 @dataclass
 class Trial:
-    """Every run of every arm over one set of prompts: ``runs[arm][prompt]`` in the order in which they were made."""
+    """All runs of every arm over one set of prompts: ``runs[arm][prompt]`` in the order of execution."""
 
     prompts: list[BenchPrompt]
     sampling: Sampling
@@ -143,39 +144,39 @@ class Trial:
     other_cpu_share: float = 0.0
 
     def first(self, count: int) -> Trial:
-        """The trial over its first prompts alone."""
+        """Return the trial restricted to its first prompts."""
         runs = {arm: found[:count] for arm, found in self.runs.items()}
         return Trial(self.prompts[:count], self.sampling, self.max_new_tokens, runs, self.other_cpu_share)
 
     def outputs(self, arm: str) -> list[tuple[int, ...]]:
-        """The output of an arm's first run of every prompt."""
+        """Return the output of an arm's first run of every prompt."""
         return [runs[0].token_ids for runs in self.runs[arm]]
 
     def stats(self, arm: str) -> RowStats:
-        """The engine's counters over all prompts and runs."""
+        """Return the engine's counters over all prompts and runs."""
         return RowStats.pooled(run.stats for runs in self.runs[arm] for run in runs if run.stats is not None)
 
     def seconds_per_token(self, arm: str) -> list[float]:
-        """Seconds per decoded token of every prompt: the median over its runs; NaN where nothing was left to decode."""
+        """Return seconds per decoded token of every prompt, as medians over runs; NaN if nothing was left to decode."""
         return [statistics.median(run.seconds_per_token for run in runs) for runs in self.runs[arm]]
 
     def tokens_per_second(self, arm: str) -> float:
-        """Decoded tokens per second, over all prompts and runs."""
+        """Return decoded tokens per second over all prompts and runs."""
         runs = [run for runs in self.runs[arm] for run in runs]
         seconds = sum(run.decode_seconds for run in runs)
         return sum(run.num_decoded for run in runs) / seconds if seconds > 0 else float("nan")
 
     def is_repeatable(self, arm: str) -> bool:
-        """Whether every run of an arm gave the same tokens."""
+        """Return whether all runs of an arm gave the same tokens for every prompt."""
         return all(len({run.token_ids for run in runs}) == 1 for runs in self.runs[arm])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Speed of one arm relative to another: the median of the prompts' ratios, and their spread.
+    """Speed of one arm relative to another: the median of the prompts' ratios, and its spread.
 
     Args:
-      low, high: 95 % interval of that median, by bootstrap over prompts.
+      low, high: 95 % interval of the median, by bootstrap over prompts.
       worst, best: smallest and largest ratio of a prompt.
     """
 
@@ -189,7 +190,7 @@ class Comparison:
     num_prompts: int
 
     def __str__(self) -> str:
-        """The ratio and its interval for tables; of one prompt the ratio alone, of none a dash."""
+        """Return the ratio and its interval for tables; only the ratio for one prompt, and a dash for none."""
         if self.num_prompts == 0:
             return "-"
         return f"{self.ratio:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.num_prompts > 1 else "")
@@ -206,11 +207,12 @@ def interleave(
 ) -> Trial:
     """Run every prompt through every arm, forwards and backwards (A B B A), ``repeats`` times.
 
-    A short warm-up of every arm comes first. Garbage is collected between the runs, never in one.
+    A short warm-up of every arm comes first. Garbage is collected between the runs and never during one.
 
     Args:
-      on_prompt: told of the trial over the prompts done so far, after each of them: for progress and partial results.
-      own_cpu_seconds: processor seconds of what is measured, so that those of others can be told apart.
+      on_prompt: function that is called after every prompt with the trial so far, for progress and partial results.
+      own_cpu_seconds: function that returns the processor seconds of the measured process, to separate the load of
+        others.
     """
     trial = Trial(list(prompts), sampling, max_new_tokens, {arm.name: [[] for _ in prompts] for arm in arms})
     for arm in arms:
@@ -226,7 +228,7 @@ def interleave(
 
 
 def compare(trial: Trial, arm: str, base: str) -> Comparison:
-    """The ratio of two arms of a trial. Prompts on which either had nothing to decode are left out."""
+    """Return the ratio of two arms of a trial. Prompts for which either arm had nothing to decode are left out."""
     ratios = [ratio for ratio in prompt_ratios(trial, arm, base) if ratio is not None]
     if not ratios:
         nan = float("nan")
@@ -236,7 +238,7 @@ def compare(trial: Trial, arm: str, base: str) -> Comparison:
 
 
 def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
-    """Speed of one arm relative to another, per prompt; None where either had nothing to decode."""
+    """Return the speed of one arm relative to another for every prompt; None if either had nothing to decode."""
     pairs = zip(trial.seconds_per_token(base), trial.seconds_per_token(arm), strict=True)
     return [None if math.isnan(slow / fast) else slow / fast for slow, fast in pairs]
 
@@ -244,9 +246,9 @@ def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
 def bootstrap(
     values: Sequence[T], figure: Callable[[Sequence[T]], float], num_resamples: int = _NUM_RESAMPLES
 ) -> tuple[float, float]:
-    """95 % percentile interval of a figure over values, such as one per prompt, drawn anew with replacement.
+    """Return the 95 % percentile interval of a figure over values, such as one per prompt, resampled with replacement.
 
-    Randomness: a generator of its own with a fixed seed.
+    Randomness: an own generator with a fixed seed.
     """
     generator = random.Random(0)
     found = sorted(figure(generator.choices(values, k=len(values))) for _ in range(num_resamples))
@@ -256,14 +258,15 @@ def bootstrap(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collect young garbage now (all of it takes as long as a run), and none inside the block."""
+    """Collect young garbage first (a full collection takes as long as a run), and none inside the context."""
     gc.collect(1)
     with collector_paused():
         yield
 
 
 def _other_load(own_cpu_seconds: Callable[[], float]) -> Callable[[], float]:
-    """Measure the share of the machine's processors that other processes use from now on; 0 without /proc/stat."""
+    """Return a function for the share of the processors that other processes have used since this call; 0 without
+    /proc/stat."""
     started, before = time.perf_counter(), _cpu_seconds()
     own = own_cpu_seconds()
 
@@ -278,7 +281,7 @@ def _other_load(own_cpu_seconds: Callable[[], float]) -> Callable[[], float]:
 
 
 def _cpu_seconds() -> float | None:
-    """Processor seconds of the machine so far; None where /proc/stat is not there."""
+    """Return the processor seconds of the machine so far; None without /proc/stat."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:

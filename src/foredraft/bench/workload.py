@@ -1,4 +1,4 @@
-"""The prompts to generate from: short ones of several kinds, and files of users."""
+"""The prompts of benchmarks: short ones of several kinds, or a file of the user."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from foredraft.prompts.prompts import chat_text
 
 COPY = "copy"
 AGAIN = "again"
-"""The kind of prompts that are made by letting the model answer: see `asked_again`."""
-_COPIED_WORDS = 16  # of the passage's beginning that follow the passage in a copying prompt
+"""Kind of the prompts that contain the model's own answer; see `asked_again`."""
+_COPIED_WORDS = 16  # words of the passage that are repeated after it in a copying prompt
 _REPEATED = 8
 
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """Token ids to continue, and where they come from. Of a group of prompts, ``token_ids`` are those of each."""
+    """Token ids to continue, and their name and kind. For a group of prompts, ``token_ids`` is a tuple of prompts."""
 
     name: str
     category: str
@@ -31,10 +31,10 @@ class BenchPrompt:
 
 
 def read_questions(path: Path | None = None) -> list[PromptLine]:
-    """Read prompts: those that ship with the package, or a file.
+    """Read the prompts of the package, or those of a file.
 
-    A file is Spec-Bench's ``question.jsonl`` (arXiv:2401.07851), or any that `read_prompts_file` takes. The keys
-    ``category`` and ``question_id`` may be left out.
+    A file is Spec-Bench's ``question.jsonl`` (arXiv:2401.07851) or any file that `read_prompts_file` reads. The keys
+    ``category`` and ``question_id`` are optional.
 
     Raises: PromptError for a file that cannot be read or is empty, and for a line without a prompt.
     """
@@ -46,13 +46,13 @@ def read_questions(path: Path | None = None) -> list[PromptLine]:
 
 
 def _name(line: PromptLine) -> str:
-    """Kind and number of a prompt, the number being that of its file where it has one."""
+    """Return the kind and the number of a prompt; the number is ``question_id`` if the file has it."""
     named = line.keys.get("question_id")
     return f"{line.category}-{named if isinstance(named, int) else line.number}"
 
 
 def select(questions: Iterable[PromptLine], num_prompts: int, *, copying: bool = False) -> list[PromptLine]:
-    """The first prompts of every kind in turn, so that few prompts still cover the kinds."""
+    """Return the first prompts of every kind in turn, so that few prompts still cover all kinds."""
     by_kind: dict[str, list[PromptLine]] = {}
     for question in questions:
         if (question.category == COPY) == copying:
@@ -68,11 +68,12 @@ def prompts_of_kinds(
     room: int | None,
     answer: Callable[[tuple[int, ...]], Sequence[int]],
 ) -> Iterator[BenchPrompt]:
-    """Prompts of the kinds in turn, one after another as they are asked for.
+    """Yield prompts of the kinds in turn, created on demand.
 
     Args:
-      kinds: None for all that the questions have but passages to copy; "again" is made by letting the model answer.
-      room: longest prompt; others are left out.
+      kinds: kinds of prompts; None for all kinds of the questions except "copy". The kind "again" is made with
+        ``answer``.
+      room: length of the longest prompt in tokens; longer ones are left out.
       answer: see `asked_again`.
 
     Raises: ConfigError for a kind that no question has.
@@ -96,12 +97,12 @@ def prompts_of_kinds(
 
 
 def load_prompts(tokenizer: Any, questions: Sequence[PromptLine], max_length: int | None = None) -> list[BenchPrompt]:
-    """Turn questions into prompts in the tokenizer's chat format; those of the kind "copy" become passage + beginning.
+    """Convert questions to prompts in the tokenizer's chat format.
 
-    Token ids stay as they are given.
+    Questions of the kind "copy" become a passage followed by its beginning. Token ids are used as given.
 
     Args:
-      max_length: prompts beyond it are left out.
+      max_length: length of the longest prompt in tokens; longer ones are left out.
 
     Raises: ConfigError for text without a tokenizer.
     """
@@ -119,12 +120,12 @@ def asked_again(
     answer: Callable[[tuple[int, ...]], Sequence[int]],
     max_length: int | None = None,
 ) -> list[BenchPrompt]:
-    """Conversations that hold a question, the model's own answer, and the question again.
+    """Return conversations that contain a question, the model's own answer, and the question again.
 
-    What a model says twice is there to be copied, also by a model too small to copy a passage that it was given.
+    The second answer can be copied from the first one, even by a model that is too small to copy a given passage.
 
     Args:
-      answer: the model's greedy answer to token ids, up to where it ends.
+      answer: function from token ids to the model's greedy answer, up to its end.
     """
     gap = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
     prompts = []
@@ -137,7 +138,7 @@ def asked_again(
 
 
 def copying_text(passage: str) -> str:
-    """A passage, and its beginning again: a continuation that copies is the natural one."""
+    """Return a passage followed by its own beginning, so that copying is the natural continuation."""
     words = list(re.finditer(r"\S+", passage))[:_COPIED_WORDS]
     end = words[-1].end() if words else 0
     return f"{passage.rstrip()}\n\n{passage[:end]}"
@@ -147,7 +148,7 @@ def _token_ids(tokenizer: Any, question: PromptLine) -> tuple[int, ...]:
     if question.token_ids is not None:
         return question.token_ids
     if tokenizer is None:
-        raise ConfigError("the prompts are text, and the model has no tokenizer; give a file with prompt_token_ids")
+        raise ConfigError("the prompts are text, but the model has no tokenizer; use a file with prompt_token_ids")
     return _encode(tokenizer, copying_text(question.text) if question.category == COPY else None, question.text)
 
 
@@ -161,9 +162,9 @@ def _encode(tokenizer: Any, raw: str | None, question: str) -> tuple[int, ...]:
 
 
 def repeated_share(outputs: Iterable[Sequence[int]], size: int = _REPEATED) -> float:
-    """Share of tokens that lie inside an n-gram which occurs more than once in the same output.
+    """Return the share of tokens inside an n-gram that occurs more than once in the same output.
 
-    (1, 2, 1, 2, 3) with size 2: (1, 2) occurs twice and covers four of five tokens: 0.8.
+    (1, 2, 1, 2, 3) with size 2: (1, 2) occurs twice and covers four of five tokens, so the share is 0.8.
     """
     num_tokens = num_covered = 0
     for tokens in outputs:

@@ -1,6 +1,6 @@
-"""The plain functions of the original description, as thin wrappers around the engine. See docs/classic.md.
+"""The plain functions of the original description, as thin wrappers over parts of the engine. See docs/classic.md.
 
-`install` gives them the module names of the original listings, for programs that import them as they are written there.
+`install` makes them importable under the module names of the original listings.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from foredraft.errors import ConfigError
 __all__ = ["DraftedToken", "Step", "Trace", "install", "last_trace"]
 
 PACKAGES = ("ngram_assisted", "sampling", "utils")
-"""Names of top-level packages in the listings; each is one of this package."""
+"""Names of the top-level packages in the listings, which are subpackages of this one."""
 
 
 def install() -> None:
-    """Let ``ngram_assisted``, ``sampling`` and ``utils`` be imported: they are those of `foredraft.classic`.
+    """Make ``ngram_assisted``, ``sampling`` and ``utils`` importable as the packages of `foredraft.classic`.
 
-    Call it before the imports; it holds for this process, and a second call changes nothing.
+    Call it before these imports. It affects the whole process, and a second call changes nothing.
 
-    Raises: ConfigError where one of the names is that of another module, which would be hidden; nothing is installed.
+    Raises: ConfigError if one of the names belongs to another module, which would be hidden. Then nothing is installed.
     """
     packages = {name: import_module(f"foredraft.classic.{name}") for name in PACKAGES}
     for name, package in packages.items():
@@ -43,8 +43,8 @@ def _check_free(name: str, package: ModuleType) -> None:
     if found is not None or there is not None:
         place = "another module" if found is None else found.origin or "a folder"
         raise ConfigError(
-            f"{name} is {place} here, which foredraft.classic.install() would hide; import foredraft.classic.{name} "
-            "instead, or rename the other"
+            f"the name {name} belongs to {place}, which foredraft.classic.install() would hide; import "
+            f"foredraft.classic.{name} instead, or rename the other module"
         )
 
 

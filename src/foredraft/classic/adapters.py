@@ -1,4 +1,4 @@
-"""The models that the classic functions are given: adapters, and modules that are read as they are."""
+"""Adapters for the models given to the classic functions: transformers models, and any other modules."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from foredraft.loading.adapters import Adapter, shared_adapter
 from foredraft.model.support import check_unwrapped, unwrapped
 
 _IN_LAYERS = ("LoraModel", "AdaLoraModel", "IA3Model", "LoHaModel", "LoKrModel", "OFTModel")
-"""Tuners of peft that change layers and nothing else."""
+"""Tuners of peft that change only layers."""
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """The adapter of a loaded model of `transformers`, which follows what its owner has changed since the last call.
+    """Return the adapter of a loaded `transformers` model, updated for changes to the model since the last call.
 
     Raises: UnsupportedModelError, UnsupportedStateError, ProbeError as `CausalLM` does.
     """
@@ -33,9 +33,9 @@ def adapter_of(model: nn.Module) -> Adapter:
 
 
 def ready(model: Model) -> Adapter | PlainModule:
-    """The adapter of a model, or the module itself where there is none: it reads every text from its beginning.
+    """Return the adapter of a model, or a `PlainModule`, which reads every text from its beginning.
 
-    Wrappers are taken off where that is exact, see `opened`.
+    Wrappers are removed if that is exact; see `opened`.
 
     Raises: UnsupportedModelError, UnsupportedStateError, ProbeError.
     """
@@ -43,7 +43,7 @@ def ready(model: Model) -> Adapter | PlainModule:
         if callable(model) and not isinstance(model, type):
             return plain_module(model)
         raise UnsupportedModelError(
-            f"the model is a {type(model).__name__}; give a loaded transformers model (AutoModelForCausalLM), or a "
+            f"the model is a {type(model).__name__}; use a loaded transformers model (AutoModelForCausalLM), or a "
             "torch.nn.Module that returns logits for token ids"
         )
     inner = opened(model)
@@ -59,10 +59,10 @@ def ready(model: Model) -> Adapter | PlainModule:
 
 
 def opened(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers that add nothing to a single text: compilation, data parallelism, peft's adapters.
+    """Return the model inside wrappers that do not change its output: compilation, data parallelism, peft's adapters.
 
-    A wrapper with hooks, one of peft's that changes inputs (virtual tokens) or weighs adapters by the text, and any
-    other module around a model stay on.
+    These wrappers are kept: wrappers with hooks, peft models that change inputs (virtual tokens) or weigh adapters by
+    the text, and any other module around a model.
     """
     while True:
         inner = _opened_once(model)
@@ -89,30 +89,30 @@ def _opened_once(model: nn.Module) -> nn.Module:
 
 
 Model = Callable[..., Any]
-"""A `torch.nn.Module`, or any other object that is called with token ids."""
+"""A `torch.nn.Module`, or any other callable of token ids."""
 
 _LIMITS = ("max_position_embeddings", "max_context_length")
 _NAMED_ONLY = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-_TOLERANCE = 32  # roundings of the dtype by the largest logit, between forwards of two lengths
+_TOLERANCE = 32  # largest difference of logits between forwards of two lengths, in roundings of the largest logit
 
 
 class PlainModule:
-    """A module that gives logits for token ids, without a cache, and what a call learns of it.
+    """A module that returns logits for token ids without a cache, and the facts that a test call shows.
 
     Args:
-      module: called with int64 (B, T), by the name ``input_ids`` where that is not the first argument; returns logits
-        (B, T, V), an object with ``.logits``, or a tuple with the logits first.
+      module: called with int64 (B, T), by the name ``input_ids`` if that is not the first argument. It returns logits
+        (B, T, V), an object with ``.logits``, or a tuple that begins with the logits.
 
     Attributes:
-      name: of its class.
+      name: name of its class.
       vocab_size: V of its logits.
-      num_embeddings: tokens that it can read: rows of its input embedding, or V where it does not tell that.
-      context_length: of its config, or an attribute of its own (``max_position_embeddings``, ``max_context_length``);
-        None where neither is there.
-      device: of its first parameter or buffer, else its own ``device``, else the CPU.
+      num_embeddings: number of token ids that it can read: rows of its input embedding, or V if that is unknown.
+      context_length: context length of its config, or of an attribute (``max_position_embeddings``,
+        ``max_context_length``); None if unknown.
+      device: device of its first parameter or buffer, else its attribute ``device``, else the CPU.
 
-    Raises: UnsupportedModelError where the call fails, gives no logits for every token, or logits that depend on later
-      tokens or change from call to call.
+    Raises: UnsupportedModelError if the call fails, or if the logits are not one row per token, depend on later tokens,
+      or change from call to call.
     """
 
     def __init__(self, module: Model) -> None:
@@ -128,66 +128,66 @@ class PlainModule:
 
     @property
     def model(self) -> PlainModule:
-        """The model that is read, as of a `Reader`: the module itself, which reads every text from its beginning."""
+        """The model of the reader, as in `Reader`: the object itself."""
         return self
 
     def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
-        """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the module.
+        """Return logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the module.
 
-        Tokens that the module does not know are read as its last one.
+        Token ids that the module does not have are replaced by its largest id.
 
-        Raises: ShapeError for logits of another shape than the first.
+        Raises: ShapeError if the shape of the logits changes.
         """
         return self._read([text], num_last)[0]
 
     def read_beams(self, texts: Sequence[Sequence[int]], parents: Sequence[int]) -> Tensor:
-        """Logits (B, V) after texts of one length."""
+        """Return logits (B, V) after texts of one length."""
         return self._read(texts, 1)[:, 0]
 
     def _read(self, texts: Sequence[Sequence[int]], num_last: int) -> Tensor:
-        """Logits (B, num_last, V) after the last tokens of texts of one length."""
+        """Return logits (B, num_last, V) after the last tokens of texts of one length."""
         ids = torch.tensor(
             [[min(token, self.num_embeddings - 1) for token in text] for text in texts], device=self.device
         )
         logits = self._logits(ids)
         if logits.shape != (*ids.shape, self.vocab_size):
             raise ShapeError(
-                f"{self.name} returned logits of shape {tuple(logits.shape)} for ids of shape {tuple(ids.shape)}; want "
-                f"one row of {self.vocab_size} for every token"
+                f"{self.name} returned logits of shape {tuple(logits.shape)} for ids of shape {tuple(ids.shape)}; it "
+                f"must return one row of {self.vocab_size} logits per token"
             )
         return logits[:, ids.shape[1] - num_last :]
 
     def say_once(self) -> None:
-        """Warn that there is no cache to keep, the first time."""
+        """Warn once that there is no cache to keep."""
         if not self._was_said:
             self._was_said = True
             warnings.warn(
-                f"the model is a {self.name}, whose cache foredraft does not know: it reads the whole text at every "
-                "step; give the transformers model inside it, if there is one and it computes the same",
+                f"the model is a {self.name}, whose cache foredraft does not support: the whole text is read at every "
+                "step. If it contains an equivalent transformers model, use that model",
                 UserWarning,
                 stacklevel=2,
             )
 
     def _logits(self, ids: Tensor) -> Tensor:
         module = self._module()
-        assert module is not None, "the caller holds it"
+        assert module is not None, "the caller keeps the module alive"
         given = ([], {self._keyword: ids}) if self._keyword else ([ids], {})
         with self._lock, torch.no_grad(), _evaluating(module):
             output = module(*given[0], **given[1], **self._others)
         logits = output[0] if type(output) is tuple and output else getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-            raise UnsupportedModelError(f"it returns {kind} and no logits")
+            raise UnsupportedModelError(f"it returns {kind} instead of logits")
         return logits
 
     def _checked(self) -> int:
-        """V, when the logits of a text are those of its beginnings.
+        """Return V, after checking that the logits of a token do not depend on later tokens.
 
-        The text is 0 1 0, then 0 1 1: the first two tokens have the same logits in both, and in 0 1 alone.
+        The texts are 0 1 0, 0 1 1 and 0 1. The first two tokens must have the same logits in all of them.
         """
         try:
             found = [self._logits(torch.tensor([text], device=self.device)) for text in ([0, 1, 0], [0, 1, 1], [0, 1])]
-        except Exception as error:  # whatever a stranger's forward raises for ids
+        except Exception as error:  # a module of the user may raise anything
             raise self._refusal(f"calling it with token ids fails ({described(error)})") from error
         vocab_size = found[0].shape[-1] if found[0].ndim else 0
         shapes = [tuple(logits.shape) for logits in found]
@@ -198,17 +198,16 @@ class PlainModule:
         apart = float(torch.maximum((first - second).abs(), (first - beginning).abs()).max())
         if not apart <= bound:
             raise self._refusal(
-                f"its logits depend on tokens that come later, or change from call to call (by {apart:.2g}; rounding "
-                f"explains {bound:.2g})"
+                f"its logits depend on later tokens, or change from call to call (by {apart:.2g}; rounding explains up "
+                f"to {bound:.2g})"
             )
         return vocab_size
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"the model is a {self.name}, which holds no model of transformers that can be decoded, and {reason}; give "
-            "a model of AutoModelForCausalLM, or any module that returns logits for token ids. Heads over a target's "
-            "features (Medusa, Hydra, EAGLE) are not applicable to the classic functions: give them to LLM or "
-            "foredraft.speculate"
+            f"the model is a {self.name}, which contains no supported transformers model, and {reason}; use a model of "
+            "AutoModelForCausalLM, or any module that returns logits for token ids. Heads over a target's features "
+            "(Medusa, Hydra, EAGLE) do not work with the classic functions: use them with LLM or foredraft.speculate"
         )
 
 
@@ -217,14 +216,14 @@ _known: weakref.WeakKeyDictionary[Model, PlainModule] = weakref.WeakKeyDictionar
 
 
 def plain_module(module: Model) -> PlainModule:
-    """The one of a module, checked once, as long as it lives. May be asked from several threads.
+    """Return the `PlainModule` of a module, which is tested once and kept as long as the module lives. Thread-safe.
 
     Raises: UnsupportedModelError.
     """
     with _lock:
         try:
             known = _known.get(module)
-        except TypeError:  # an object without a hash, or one that nothing may refer to weakly
+        except TypeError:  # an object without a hash, or without support for weak references
             return PlainModule(module)
         if known is None:
             known = _known[module] = PlainModule(module)
@@ -239,10 +238,10 @@ def _reference(module: Model) -> Callable[[], Model | None]:
 
 
 def _arguments(module: Model) -> tuple[str, dict[str, Any]]:
-    """The name that token ids are given by, "" for their place; and arguments of a cached call that have no default."""
+    """Return the argument name for token ids ("" if positional), and values for cache arguments without a default."""
     try:
         found = inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters
-    except (TypeError, ValueError):  # a signature that Python does not know
+    except (TypeError, ValueError):  # Python cannot determine the signature
         return "", {}
     by_place = [name for name, one in found.items() if one.kind not in _NAMED_ONLY]
     is_named = not by_place or ("input_ids" in found and by_place[0] != "input_ids")
@@ -278,7 +277,7 @@ def _context_length(module: Model) -> int | None:
 
 @contextmanager
 def _evaluating(module: Model) -> Iterator[None]:
-    """Dropout and the like switched off meanwhile."""
+    """Switch off dropout and other training behaviour inside the context."""
     training = [part for part in module.modules() if part.training] if isinstance(module, nn.Module) else []
     for part in training:
         part.training = False

@@ -1,4 +1,4 @@
-"""Models that read one growing text, or the beams of one."""
+"""Readers of one growing text, or of the beams of one text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 
 Readable = CausalLM | PlainModule
-"""Has a name, a vocabulary, a context length and a device."""
+"""A model with a name, a vocabulary, a context length and a device."""
 
 
 def reader_of(model: Model, *, keeps_cache: bool) -> TextReader:
-    """A reader of any model; where a cache is asked for and the model's is not known, that is said.
+    """Return a reader for any model. Warn if a cache is requested but the model's cache is not supported.
 
     Raises: UnsupportedModelError, UnsupportedStateError, ProbeError.
     """
@@ -31,14 +31,14 @@ def reader_of(model: Model, *, keeps_cache: bool) -> TextReader:
 
 
 class Reader:
-    """Gives logits after the last tokens of a text, and feeds only what the cache does not hold.
+    """A reader that returns logits after the last tokens of a text and feeds only tokens that are not in the cache.
 
-    The cache is known by the very tokens it was made from: what differs from the text at hand is rolled back first,
-    so no count of accepted, rejected or unseen tokens can go wrong.
+    The tokens in the cache are compared with the text, and what differs is rolled back first. So there is no count of
+    accepted or rejected tokens that could be wrong.
 
     Args:
-      adapter: of the model.
-      keeps_cache: False reads every text from its beginning.
+      adapter: adapter of the model.
+      keeps_cache: False to read every text from its beginning.
     """
 
     def __init__(self, adapter: Adapter, *, keeps_cache: bool) -> None:
@@ -49,9 +49,9 @@ class Reader:
         self._held: tuple[int, ...] = ()
 
     def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
-        """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the model.
+        """Return logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the model.
 
-        Tokens that the model has no embedding for are read as its last one.
+        Token ids that the model has no embedding for are replaced by its largest id.
         """
         tokens = tuple(text)
         kept = shared_length(self._held, tokens[: len(tokens) - num_last]) if self._keeps_cache else 0
@@ -62,10 +62,10 @@ class Reader:
         return logits
 
     def read_beams(self, texts: Sequence[Sequence[int]], parents: Sequence[int]) -> Tensor:
-        """Logits (B, V) after texts of one length, of which only the last token is fed.
+        """Return logits (B, V) after texts of one length, of which only the last token is fed.
 
         Args:
-          parents: the row of the cache, by the call before, that holds all of a text but its last token.
+          parents: for every text, the row of the previous call whose text is this one without its last token.
         """
         self._cache.reorder(parents)
         nodes = Nodes.from_chains([text[-1:] for text in texts])
@@ -79,7 +79,7 @@ TextReader = Reader | PlainModule
 
 
 def feed(adapter: Adapter, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
-    """Run and commit tokens at the end of row 0 of a cache; logits (num_last, V) after the last of them."""
+    """Run and commit tokens at the end of row 0 of a cache. Return logits (num_last, V) after the last of them."""
     size = EngineConfig.prefill_chunk_size
     tokens = [min(token, adapter.target.num_embeddings - 1) for token in tokens]
     while len(tokens) - num_last >= size:

@@ -1,4 +1,4 @@
-"""The arguments that all classic functions share, checked."""
+"""The arguments that all classic functions share, with checks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from foredraft.errors import ConfigError
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and where its output ends.
+    """One prompt and the limits of its output.
 
     Args:
       prompt: token ids.
-      max_length: prompt and output together never exceed it.
-      eos_token_ids: tokens that end the output; the one found is part of it.
+      max_length: largest length of prompt and output together.
+      eos_token_ids: tokens that end the output; the EOS token is part of the output.
     """
 
     prompt: tuple[int, ...]
@@ -32,10 +32,10 @@ class Request:
     def of(
         cls, inputs: Sequence[int], model: Readable, max_gen_len: int, eos_tokens_id: int | Iterable[int]
     ) -> Request:
-        """Check the arguments of a call.
+        """Check the arguments of a call, and return the request.
 
-        Raises: PromptError for an empty or malformed prompt, or ids outside the vocabulary; ContextLengthError for
-          one that fills the context; ConfigError for a negative ``max_gen_len`` or an end-of-sequence id that is none.
+        Raises: PromptError for an empty or malformed prompt, or ids outside the vocabulary; ContextLengthError for a
+          prompt that fills the context; ConfigError for a negative ``max_gen_len`` or an invalid EOS id.
         """
         check_least("max_gen_len", max_gen_len, 0)
         prompt = as_ids(inputs)
@@ -46,12 +46,12 @@ class Request:
         return cls(tuple(prompt), max_length, _eos_ids(eos_tokens_id))
 
     def new_checker(self) -> StopChecker:
-        """Tells token by token where the output ends."""
+        """Return a checker that finds the end of the output token by token."""
         return StopChecker(SamplingParams(), self.eos_token_ids, len(self.prompt), self.max_length)
 
 
 def check_least(name: str, value: int, least: int) -> None:
-    """Raises: ConfigError when a number is too small, or none."""
+    """Raise ConfigError if a number is too small or not a whole number."""
     try:
         is_least = whole_number(value) >= least
     except TypeError:
@@ -61,12 +61,12 @@ def check_least(name: str, value: int, least: int) -> None:
 
 
 def _eos_ids(eos_tokens_id: int | Iterable[int]) -> tuple[int, ...]:
-    """Ids that output is compared with, as described; one that the model cannot say, such as -1, ends none."""
+    """Return the EOS ids. An id outside the vocabulary, such as -1, never ends the output."""
     is_one = not isinstance(eos_tokens_id, Iterable) or getattr(eos_tokens_id, "ndim", 1) == 0
     given: Any = (eos_tokens_id,) if is_one else eos_tokens_id
     try:
         return tuple(map(whole_number, given))
     except (TypeError, ValueError):
         raise ConfigError(
-            f"eos_tokens_id is {eos_tokens_id!r}; give a token id or a list of them, [] or -1 for none"
+            f"eos_tokens_id is {eos_tokens_id!r}; use a token id or a list of token ids, or [] or -1 for none"
         ) from None

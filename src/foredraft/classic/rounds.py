@@ -1,9 +1,10 @@
-"""The round of every classic function: propose, verify, accept, emit, observe.
+"""The decoding loop of every classic function: propose, verify, accept, emit, observe.
 
-Cache, acceptance rule, stopping, prompt checks and length policies are the engine's; its loop is not. What is described
-cannot run in it: a user's processor is called once per accepted token and draws from torch's global generator (the
-engine's noise is keyed, so `torch.manual_seed` would repeat nothing), ``use_cache=False`` reads the whole text every
-time, any module may be the model, and the first forward reads the whole prompt.
+Cache, acceptance rule, stopping, prompt checks and length policies are those of the engine. The loop is not, because
+the described interface cannot run in the engine. A user's processor is called once per accepted token and draws from
+torch's global generator, while the engine's noise is keyed, so `torch.manual_seed` would have no effect.
+``use_cache=False`` reads the whole text every time, any module may be the model, and the first forward pass reads the
+whole prompt.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from foredraft.classic.trace import DraftedToken, Step, Trace
 from foredraft.errors import ConfigError, NumericsError, ShapeError
 from foredraft.tree import DraftTree
 
-PROBS_SUM_TOLERANCE = 1e-3  # of processors of one's own in half precision; ours are right to the rounding of the dtype
+PROBS_SUM_TOLERANCE = 1e-3  # for user processors in half precision; foredraft's own are right up to rounding
 
 
 class ProcessorSampler:
-    """A processor object, called as documented and checked: logits -> probabilities -> token.
+    """A checked user processor: logits -> probabilities -> token.
 
-    It gets (1, V) at a time, at least in float32, and a copy of its own.
+    The processor gets a copy of one row (1, V) at a time, in float32 or wider.
 
     Args:
-      processor: ``processor(logits) -> probs`` and ``processor.sample(probs) -> token``.
+      processor: object with ``processor(logits) -> probs`` and ``processor.sample(probs) -> token``.
       vocab_size: V.
     """
 
     def __init__(self, processor: Any, vocab_size: int) -> None:
         if not callable(processor) or not callable(getattr(processor, "sample", None)):
             raise ConfigError(
-                f"logits_processor is {processor!r}; give an object with __call__(logits) and sample(probs), such as "
+                f"logits_processor is {processor!r}; use an object with __call__(logits) and sample(probs), such as "
                 "GreedyProcessor()"
             )
         self._processor = processor
@@ -51,9 +52,9 @@ class ProcessorSampler:
         self.temperature = float(getattr(processor, "temperature", None) or 1.0)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Logits (V,) of any float dtype -> probabilities (V,).
+        """Return the probabilities (V,) of logits (V,) of any float dtype.
 
-        Raises: NumericsError, ShapeError, naming the processor, or the model if that is to blame.
+        Raises: NumericsError or ShapeError that names the processor, or the model if its logits are wrong.
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         probs = self._processor(logits.to(dtype, copy=True)[None])
@@ -72,18 +73,20 @@ class ProcessorSampler:
     def _failure(self, logits: Tensor, probs: Tensor, total: float) -> NumericsError:
         if bool(torch.isnan(logits).any()) or bool((logits == torch.inf).any()):
             return NumericsError("the model returned NaN or infinite logits; try a wider dtype, or check the weights")
-        what = "NaN" if total != total else f"values from {float(probs.min()):.4g} that sum to {total:.4g}"
+        what = "NaN" if total != total else f"values from {float(probs.min()):.4g} on with the sum {total:.4g}"
         return NumericsError(f"{self._name} returned {what}; its probabilities must be 0 or more and sum to 1")
 
     def sample(self, probs: Tensor) -> int:
-        """The processor's token for a distribution (V,).
+        """Return the processor's token for a distribution (V,).
 
-        Raises: ShapeError for anything but one token; NumericsError for one outside the vocabulary.
+        Raises: ShapeError for anything but one token; NumericsError for a token outside the vocabulary.
         """
         token = self._processor.sample(probs[None])
         if not isinstance(token, Tensor) or token.numel() != 1:
             shape = tuple(token.shape) if isinstance(token, Tensor) else type(token).__name__
-            raise ShapeError(f"{self._name}.sample returned {shape} for probabilities (1, V); want one token, (1, 1)")
+            raise ShapeError(
+                f"{self._name}.sample returned {shape} for probabilities (1, V); it must return one token, (1, 1)"
+            )
         chosen = int(token)
         if not 0 <= chosen < self._vocab_size:
             raise NumericsError(f"{self._name}.sample returned token {chosen}, outside of 0..{self._vocab_size - 1}")
@@ -91,15 +94,15 @@ class ProcessorSampler:
 
 
 class TorchNoise:
-    """Randomness of the acceptance rules from torch's global generator, in the order of use.
+    """Random numbers for the acceptance rules from torch's global generator, in the order of use.
 
     Args:
-      sampler: draws bonus and recovered tokens with the user's ``sample``.
-      target_probs: the target's distribution (V,) after a node of the draft.
-      is_adjusted: False draws from the target's distribution where the residual was meant: lossy.
+      sampler: sampler that draws bonus and recovered tokens with the user's ``sample``.
+      target_probs: function that returns the target's distribution (V,) after a node of the draft.
+      is_adjusted: False to draw from the target's distribution instead of the residual, which is lossy.
 
-    Randomness: one ``torch.rand`` per tested token, then one call of the processor's ``sample``; `torch.manual_seed`
-    repeats both.
+    Randomness: one ``torch.rand`` per tested token, then one call of the processor's ``sample``. `torch.manual_seed`
+      makes both repeatable.
     """
 
     def __init__(
@@ -115,12 +118,12 @@ class TorchNoise:
         return self.uniforms[-1]
 
     def draw(self, depth: int, probs: Tensor) -> int:
-        target = self._target_probs(depth)  # drafts are chains: node and depth are the same number
+        target = self._target_probs(depth)  # drafts are chains, so node and depth are the same number
         return self._sampler.sample(probs.to(target.dtype) if self._is_adjusted else target)
 
 
 OnStep = Callable[[Step, list[int]], None]
-"""Is shown every step, and the whole text after it."""
+"""Function that is called after every step with the step and the whole text."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,9 @@ class Draft:
     """A chain of proposed tokens.
 
     Args:
-      tokens: what is proposed.
-      probs: the distribution (V,) each was drawn from; empty where a storage proposed them.
-      is_sample: whether the tokens are draws from these distributions, so that the rejection rule may use them.
+      tokens: proposed tokens.
+      probs: distribution (V,) from which each token was drawn; empty if a storage proposed them.
+      is_sample: True if the tokens are samples of these distributions, so that the rejection rule may use them.
       normalised_entropy: see `Step`.
     """
 
@@ -148,29 +151,29 @@ class Proposer(Protocol):
     """A source of drafts."""
 
     def propose(self, text: Sequence[int], budget: int) -> Draft:
-        """At most ``budget`` tokens after the text."""
+        """Return at most ``budget`` tokens after the text."""
         ...
 
     def observe(self, text: Sequence[int], target_probs: Sequence[Tensor]) -> None:
-        """Learn from the new tokens at the end of the text: one distribution (V,) of the target for each of them."""
+        """Learn from the new tokens at the end of the text. ``target_probs`` contains the distribution (V,) of each."""
         ...
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """One call: what is decoded, by whom, and who watches.
+    """One call of a classic function: request, models and observers.
 
     Args:
       request: prompt and limits.
-      target: reads the text.
+      target: reader of the target.
       sampler: the user's processor.
-      proposer: where drafts come from; None decodes plainly: every draft is empty.
-      first_target: let the target say the first token alone.
-      is_adjusted: False replaces the residual by the target's distribution: lossy.
-      trace: takes in every step.
-      on_step: is shown every step.
+      trace: record to which every step is added.
+      proposer: source of drafts; None for plain decoding, where every draft is empty.
+      first_target: True to emit the first token without a draft.
+      is_adjusted: False to replace the residual by the target's distribution, which is lossy.
+      on_step: function that is called after every step; None for none.
 
-    Exactness: lossless for any proposer that does not look at the target's choices: tokens are accepted by
+    Exactness: lossless for any proposer that does not use the target's random choices. Tokens are accepted by
     `foredraft.accept.rejection`.
     """
 
@@ -184,7 +187,7 @@ class Decoding:
     on_step: OnStep | None = None
 
     def run(self) -> list[int]:
-        """The output tokens, an end-of-sequence token included."""
+        """Return the output tokens, an EOS token included."""
         text = list(self.request.prompt)
         checker = self.request.new_checker()
         is_finished = len(text) >= self.request.max_length
@@ -206,7 +209,7 @@ class Decoding:
         return text[len(self.request.prompt) :]
 
     def _round(self, text: list[int]) -> _Round:
-        """Draft after the text, read text and draft, and let the acceptance rule decide."""
+        """Draft after the text, run the target over text and draft, and apply the acceptance rule."""
         times = [perf_counter()]
         is_first = len(text) == len(self.request.prompt)
         budget = 0 if self.first_target and is_first else self.request.max_length - len(text) - 1
@@ -236,11 +239,11 @@ class _Round:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Accepted tokens and the target's own."""
+        """Accepted tokens and the target's own token."""
         return (*self.draft.tokens[: self.verdict.num_accepted], self.verdict.next_token)
 
     def step(self, position: int, num_emitted: int) -> Step:
-        """The step that emits this many tokens after a text of that length."""
+        """Return the step that emits ``num_emitted`` tokens after a text of ``position`` tokens."""
         num_accepted = self.verdict.num_accepted
         is_cut = num_emitted <= num_accepted
         was_rejected = num_accepted < len(self.draft.tokens)

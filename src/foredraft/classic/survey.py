@@ -1,4 +1,4 @@
-"""The functions that the listings of the survey call, over the parts that the engine runs."""
+"""The functions in the listings of the survey, built on parts of the engine."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from foredraft.tree import DraftTree
 
 
 def attention_mask(tree: DraftTree) -> Tensor:
-    """Float (N, N): 1 where a node is another or one of its ancestors."""
+    """Return a float mask (N, N): 1 where the column is the node itself or one of its ancestors."""
     return torch.from_numpy(tree.ancestor_mask).float()
 
 
 def retrieve_indices(tree: DraftTree) -> Tensor:
-    """Int64 (leaves, depth + 1): the nodes from the root to every leaf, the last leaf first; -1 after its end."""
+    """Return int64 (leaves, depth + 1): nodes from the root to every leaf, the last leaf first, padded with -1."""
     paths = [tree.path(leaf) for leaf in reversed(tree.leaves)]
     return torch.tensor([[*path, *[-1] * (tree.depth + 1 - len(path))] for path in paths])
 
 
 def parents_of(paths: Tensor, num_nodes: int) -> tuple[int, ...]:
-    """The parent of every node, from `retrieve_indices`: ((0, 2, 3), (0, 1, -1)) -> (-1, 0, 0, 2).
+    """Return the parent of every node from the result of `retrieve_indices`: ((0, 2, 3), (0, 1, -1)) -> (-1, 0, 0, 2).
 
-    Raises: TreeError for a node that stands on no path.
+    Raises: TreeError for a node that is on no path.
     """
     parents = {0: -1}
     for path in paths.tolist():
@@ -45,14 +45,16 @@ def parents_of(paths: Tensor, num_nodes: int) -> tuple[int, ...]:
         parents.update(zip(nodes[1:], nodes, strict=False))
     lost = sorted(set(range(num_nodes)) - parents.keys())
     if lost:
-        raise TreeError(f"node {lost[0]} of {num_nodes} stands on no path of retrieve_indices; take both of one tree")
+        raise TreeError(
+            f"node {lost[0]} of {num_nodes} is on no path of retrieve_indices; use the tokens and paths of one tree"
+        )
     return tuple(parents[node] for node in range(num_nodes))
 
 
 def flat_places(ranks: Sequence[int], depths: Sequence[int], width: int) -> Tensor:
-    """Int64 (N,): where every node's token stands in the root and then ``width`` candidates for every depth.
+    """Return int64 (N,): index of every node's token in a list of the root and then ``width`` candidates per depth.
 
-    A node of depth 2 and rank 1 stands at 1 + 10 + 1 = 12 where ``width`` is 10.
+    A node of depth 2 and rank 1 has the index 1 + 10 + 1 = 12 if ``width`` is 10.
     """
     return torch.tensor(
         [0 if not depth else 1 + (depth - 1) * width + rank for rank, depth in zip(ranks, depths, strict=True)]
@@ -60,27 +62,27 @@ def flat_places(ranks: Sequence[int], depths: Sequence[int], width: int) -> Tens
 
 
 TOPK = 10
-"""Candidates of every head that a tree can name."""
+"""Number of candidates per head that a tree can use."""
 
 Heads = Callable[[Tensor], Tensor]
-"""Hidden states (..., H) -> logits of every head (heads, ..., V)."""
+"""Function from hidden states (..., H) to the logits of every head (heads, ..., V)."""
 
 
 def generate_medusa_buffers(
     medusa_choices: Sequence[Sequence[int]], device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """Tensors of a sparse tree that are the same in every step.
+    """Return the tensors of a sparse tree that are the same in every step.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); names and shapes are those of its program.
 
     Args:
-      medusa_choices: paths of ranks, [[0], [0, 0], [1]]: the best token of the first head, after it the best of the
-        second, and the second best of the first. Every prefix of a path must be among them.
+      medusa_choices: paths of ranks. [[0], [0, 0], [1]] contains the best token of the first head, after it the best of
+        the second head, and the second best of the first. Every prefix of a path must be included.
 
-    Returns: for N nodes, the root included, which stand by depth and then by ranks:
-      ``medusa_attn_mask`` (1, 1, N, N), ``tree_indices`` (N,) into `generate_candidates`' flat list,
-      ``medusa_position_ids`` (N,), ``retrieve_indices`` (leaves, depth + 1), padded with -1.
-    Raises: TreeError for a path without its parent, named twice, or with a rank beyond `TOPK`.
+    Returns: tensors for N nodes, root included, ordered by depth and then by ranks: ``medusa_attn_mask`` (1, 1, N, N),
+      ``tree_indices`` (N,) into the flat list of `generate_candidates`, ``medusa_position_ids`` (N,),
+      ``retrieve_indices`` (leaves, depth + 1), padded with -1.
+    Raises: TreeError for a path whose parent is missing, a repeated path, or a rank of `TOPK` or more.
     """
     paths = sorted((tuple(path) for path in medusa_choices), key=lambda path: (len(path), path))
     _check_choices(paths)
@@ -101,34 +103,34 @@ def _check_choices(paths: Sequence[tuple[int, ...]]) -> None:
     for path in paths:
         if not path or path in known or path[:-1] not in known:
             raise TreeError(
-                f"medusa_choices has {list(path)} twice, or without {list(path[:-1])}; name every node once"
+                f"medusa_choices contains {list(path)} twice, or without {list(path[:-1])}; give every node once"
             )
         if not 0 <= path[-1] < TOPK:
-            raise TreeError(f"medusa_choices has rank {path[-1]} in {list(path)}; ranks are 0 to {TOPK - 1}")
+            raise TreeError(f"medusa_choices contains rank {path[-1]} in {list(path)}; ranks are 0 to {TOPK - 1}")
         known.add(path)
 
 
 def generate_candidates(
     medusa_logits: Tensor, logits: Tensor, tree_indices: Tensor, retrieve_indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of a tree: its root is the target's own next token, the others are the best ones of the heads.
+    """Return the tokens of a tree: the root is the target's own next token, and the others are the best of the heads.
 
     Args:
-      medusa_logits: (heads, 1, T, V), of which the last place is taken.
-      logits: (1, T, V), of the target.
-      tree_indices, retrieve_indices: of `generate_medusa_buffers`.
+      medusa_logits: (heads, 1, T, V), of which the last position is used.
+      logits: (1, T, V), logits of the target.
+      tree_indices, retrieve_indices: results of `generate_medusa_buffers`.
 
-    Returns: int64 candidates (leaves, depth + 1), 0 after the end of a path, and the tree's tokens (1, N).
+    Returns: int64 candidates (leaves, depth + 1), padded with 0, and the tree's tokens (1, N).
     Raises: ShapeError for fewer heads than the tree is deep.
     """
     if len(medusa_logits) < retrieve_indices.shape[1] - 1:
         raise ShapeError(
-            f"the tree is {retrieve_indices.shape[1] - 1} levels deep, and there are logits of {len(medusa_logits)} "
-            "heads; want one for every level"
+            f"the tree is {retrieve_indices.shape[1] - 1} levels deep, but there are logits of {len(medusa_logits)} "
+            "heads; one head per level is needed"
         )
     best = medusa_logits[:, 0, -1].topk(TOPK).indices
     tokens = torch.cat([logits[:, -1].argmax(-1), best.reshape(-1)])[tree_indices]
-    padded = torch.cat([tokens, tokens.new_zeros(1)])  # what -1 names
+    padded = torch.cat([tokens, tokens.new_zeros(1)])  # index -1 selects the appended 0
     return padded[retrieve_indices], tokens[None]
 
 
@@ -141,27 +143,28 @@ def tree_decoding(
     model: Module,
     heads: Heads | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """One forward of the target over all nodes of a tree.
+    """Run one forward pass of the target over all nodes of a tree.
 
     Args:
-      tree_candidates: (1, N), of `generate_candidates`.
-      past_key_values: ``adapter_of(model).target.new_cache(1)``, which holds the text before the root. The nodes are
-        written behind it; ``past_key_values.commit([path])`` keeps those of one path, a row of ``retrieve_indices``.
-      medusa_position_ids: (N,), how far every node is from the root.
+      tree_candidates: (1, N), result of `generate_candidates`.
+      past_key_values: cache with the text before the root, from ``adapter_of(model).target.new_cache(1)``. The nodes
+        are appended to it; ``past_key_values.commit([path])`` keeps those of one path, a row of ``retrieve_indices``.
+      medusa_position_ids: (N,), depth of every node.
       retrieve_indices: (leaves, depth + 1).
-      model: the target, of `transformers`.
-      heads: Medusa's, which read its last hidden states.
+      model: the target, a `transformers` model.
+      heads: Medusa heads over the last hidden states; None for none.
 
-    Returns: logits of the heads (heads, leaves, depth + 1, V), None without any; of the target (leaves, depth + 1, V);
-      and of the target by node (1, N, V). What stands after the end of a path is that of the last node.
-    Raises: TreeError where positions and paths are not of one tree.
-    Exactness: the logits of a node are those of a plain forward over the text and its path, within rounding.
+    Returns: logits of the heads (heads, leaves, depth + 1, V), or None without heads; logits of the target (leaves,
+      depth + 1, V); and logits of the target by node (1, N, V). Positions after the end of a path repeat the last node.
+    Raises: TreeError if positions and paths are not from one tree.
+    Exactness: the logits of a node are those of a plain forward pass over the text and its path, up to rounding.
     """
     tokens = tuple(tree_candidates[0].tolist())
     tree = DraftTree(tokens, parents_of(retrieve_indices, len(tokens)))
     if tree.depths != tuple(medusa_position_ids.tolist()):
         raise TreeError(
-            f"medusa_position_ids are {medusa_position_ids.tolist()}, and the paths say {list(tree.depths)}"
+            f"medusa_position_ids are {medusa_position_ids.tolist()}, but the depths in retrieve_indices are "
+            f"{list(tree.depths)}; use both of one tree"
         )
     logits, hidden = _read(tree, past_key_values, model, wants_hidden=heads is not None)
     by_head = None if heads is None else heads(hidden)[:, 0, retrieve_indices]
@@ -169,31 +172,31 @@ def tree_decoding(
 
 
 def _read(tree: DraftTree, cache: KVCache, model: Module, *, wants_hidden: bool) -> tuple[Tensor, Tensor]:
-    """Logits (1, N, V) and last hidden states (1, N, H) of a tree; of the latter none unless they are wanted."""
+    """Return logits (1, N, V) and last hidden states (1, N, H) of a tree; the latter are empty unless requested."""
     adapter = adapter_of(model)
     with adapter.lock:
         output = adapter.target.forward_with(Wanted(last_hidden=wants_hidden), Nodes.from_trees([tree]), cache)
-    assert isinstance(output.logits, Tensor)  # a list of nodes only where that is asked for
+    assert isinstance(output.logits, Tensor)  # a list of logits is only returned on request
     return output.logits, output.logits.new_empty(0) if output.last_hidden is None else output.last_hidden
 
 
 class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
-    """Continuations of the last tokens of a text: of the longest n-gram, at its earliest place.
+    """Continuations of the last tokens of a text, after the longest matching n-gram, at its earliest occurrence.
 
     Source: prompt lookup decoding (Saxena 2023), with the arguments of the class of transformers.
 
     Args:
       eos_token_id: id or ids before which a candidate ends.
-      num_output_tokens: most tokens of a candidate.
-      max_matching_ngram_size: tokens of the longest n-gram; shorter ones are tried down to one.
-      max_length: places of a text from which on nothing is copied, and tokens of a text after which only one is to
-        come. transformers has 20 here, which is little.
-      logits_processor: a candidate ends before a token whose score it makes -inf; the next place is tried where
-        nothing is left. It is called with equal scores.
-      vocab_size: V, which ``logits_processor`` needs.
-      match: "earliest", or "latest", which is right more often where a text repeats itself with changes.
+      num_output_tokens: largest number of tokens of a candidate.
+      max_matching_ngram_size: length of the longest n-gram; shorter ones are tried down to one token.
+      max_length: index in the text from which nothing is copied. If only one token is left before it, nothing is
+        proposed. The default of transformers is 20, which is low.
+      logits_processor: function for scores. A candidate ends before a token whose score it makes -inf, and the next
+        occurrence is tried if nothing is left. It is called with equal scores.
+      vocab_size: V, required with ``logits_processor``.
+      match: "earliest", or "latest", which is more often right for text that repeats itself with changes.
 
-    Raises: ConfigError for a number below 1, another word, or a processor without ``vocab_size``.
+    Raises: ConfigError for a number below 1, an unknown ``match``, or a processor without ``vocab_size``.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
         ):
             check_least(name, value, 1)
         if logits_processor is not None and vocab_size is None:
-            raise ConfigError("logits_processor needs vocab_size; give the number of logits that the model returns")
+            raise ConfigError("logits_processor needs vocab_size; set it to the number of logits of the model")
         self.eos_token_id, self.logits_processor, self.vocab_size = eos_token_id, logits_processor, vocab_size
         self.num_output_tokens, self.max_length = num_output_tokens, max_length
         self.max_matching_ngram_size, self.match = max_matching_ngram_size, match
@@ -225,13 +228,14 @@ class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
         return SuffixIndex(range(1, self.max_matching_ngram_size + 1), match=self.match)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        """A text (1, T) with the candidate behind it, (1, T + k); the text itself where nothing matches.
+        """Return a text (1, T) with the candidate appended, (1, T + k); the text itself if nothing matches.
 
-        The second value stands for logits, of which there are none. Other arguments are not used.
+        The second value takes the place of logits, of which there are none. Other arguments are ignored.
+
         Raises: ShapeError for more than one text.
         """
         if input_ids.ndim != 2 or len(input_ids) != 1:
-            raise ShapeError(f"input_ids have shape {tuple(input_ids.shape)}; want one text, (1, T)")
+            raise ShapeError(f"input_ids have the shape {tuple(input_ids.shape)}; it must be one text, (1, T)")
         tokens = input_ids[0].tolist()
         index = self._new_index()
         index.extend(tokens)
@@ -244,7 +248,7 @@ class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
         return input_ids, None
 
     def _allowed(self, input_ids: Tensor, chosen: list[int]) -> list[int]:
-        """The tokens before the first one that the processor forbids."""
+        """Return the tokens before the first one that the processor forbids."""
         if self.logits_processor is None:
             return chosen
         for place, token in enumerate(chosen):
@@ -256,13 +260,13 @@ class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
 
 
 PAD = -2
-"""After the end of a retrieved path."""
+"""Padding of retrieved paths."""
 
 Retrieved = tuple[list[list[int]], Tensor, Tensor, Tensor, Tensor]
 
 
 class Datastore:
-    """Continuations of the end of a text in a datastore.
+    """A datastore in which continuations of a text are looked up.
 
     Source: REST (He et al. 2023, arXiv:2311.08252).
 
@@ -274,20 +278,20 @@ class Datastore:
         self._datastore = datastore.Datastore.open(Path(folder))
 
     def search(self, token_list: Sequence[int], choices: int = 64) -> Retrieved:
-        """The most frequent continuations of the longest end of a text that is known.
+        """Return the most frequent continuations of the longest known suffix of a text.
 
         Args:
-          token_list: the end of the text; its last token is the root.
-          choices: most nodes below the root.
+          token_list: last tokens of the text; the last one is the root.
+          choices: largest number of nodes below the root.
 
-        Returns: the paths, padded with -2; and for N nodes, the root included, the mask (N, N), where each one's token
-          stands in the root and then the different tokens of every depth (N,), depths (N,), and the nodes of every
-          path (leaves, depth + 1), padded with -1. Without a match no path, and the root alone.
+        Returns: the paths, padded with -2. Then, for N nodes with the root: the mask (N, N); the index of every node's
+          token in a list of the root and the different tokens of every depth (N,); depths (N,); and the nodes of every
+          path (leaves, depth + 1), padded with -1. Without a match there is no path, and only the root.
         Raises: ConfigError.
         """
         check_least("choices", choices, 1)
         if not token_list:
-            raise ConfigError("token_list is empty; give the end of the text, one token or more")
+            raise ConfigError("token_list is empty; give one or more tokens from the end of the text")
         match = self._datastore.query(list(token_list))
         shape = TreeLimits(choices + 1, datastore.Lookup.depth)
         tree = DraftTree.root(token_list[-1]) if match is None else match.trie.tree(token_list[-1], shape)
@@ -302,13 +306,14 @@ class Datastore:
 
 
 def _paths(tree: DraftTree) -> list[list[int]]:
-    """Tokens below the root to every leaf, in the order of `retrieve_indices`."""
+    """Return the tokens below the root to every leaf, in the order of `retrieve_indices`."""
     paths = [tree.path_tokens(leaf) for leaf in reversed(tree.leaves) if leaf]
     return [[*path, *[PAD] * (tree.depth - len(path))] for path in paths]
 
 
 def _ranks(tree: DraftTree) -> tuple[list[int], int]:
-    """Place of every node's token among the different tokens of its depth, as paths name them; most of any depth."""
+    """Return the index of every node's token among the different tokens of its depth, and the most tokens of any
+    depth."""
     seen: list[dict[int, int]] = [{} for _ in range(tree.depth + 1)]
     for path in _paths(tree):
         for depth, token in enumerate(path, 1):

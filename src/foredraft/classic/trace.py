@@ -12,11 +12,11 @@ class DraftedToken:
 
     Args:
       position: absolute index in the text.
-      token: its id.
-      draft_prob: q(token) under the drafter's distribution; None where a storage proposed it.
-      target_prob: p(token) under the target's distribution; None where it was not looked at.
-      uniform: the number r that was compared with p/q; None where tokens were matched instead.
-      accepted: the verdict; None after a rejection, where nothing is tested any more.
+      token: token id.
+      draft_prob: q(token) under the drafter's distribution; None if a storage proposed it.
+      target_prob: p(token) under the target's distribution; None if the token was not tested.
+      uniform: random number r that was compared with p/q; None if tokens were compared instead.
+      accepted: True or False for a tested token; None after a rejection, where tokens are not tested.
     """
 
     position: int
@@ -28,7 +28,7 @@ class DraftedToken:
 
     @property
     def ratio(self) -> float | None:
-        """p/q, not cut off at 1; None where either is unknown or q is 0."""
+        """p/q, not limited to 1; None if either is unknown or q is 0."""
         if self.target_prob is None or not self.draft_prob:
             return None
         return self.target_prob / self.draft_prob
@@ -36,16 +36,16 @@ class DraftedToken:
 
 @dataclass(frozen=True)
 class Step:
-    """One round: a draft, one forward of the target, and what was emitted.
+    """One step: a draft, one forward pass of the target, and the emitted tokens.
 
     Args:
       position: number of tokens before the draft.
       gamma: number of drafted tokens.
-      normalised_entropy: entropy of the drafter's distribution at the first of them, 0..1; None without EGAG.
-      drafts: the drafted tokens.
-      accepted: how many of them were emitted.
-      final_token: the target's own token after them; None where the output ended before it.
-      is_adjusted: whether it was drawn from norm(max(p - q, 0)).
+      normalised_entropy: entropy of the drafter's distribution of the first drafted token, 0..1; None without EGAG.
+      drafts: drafted tokens.
+      accepted: number of drafted tokens that were emitted.
+      final_token: the target's own token after them; None if the output ended before it.
+      is_adjusted: True if ``final_token`` was drawn from norm(max(p - q, 0)).
       draft_seconds, verify_seconds, accept_seconds: wall-clock times of the three parts.
     """
 
@@ -66,7 +66,7 @@ class Trace:
     """The steps of one call.
 
     Args:
-      function: its name.
+      function: name of the function.
       prompt_length: number of prompt tokens.
     """
 
@@ -84,7 +84,7 @@ class Trace:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens, 0..1; 0 when nothing was drafted."""
+        """Accepted divided by drafted tokens, 0..1; 0 if nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
@@ -92,15 +92,15 @@ _LAST: ContextVar[Trace | None] = ContextVar("foredraft.classic.last_trace", def
 
 
 def last_trace() -> Trace | None:
-    """The trace of the latest classic call in this thread or task; None before the first.
+    """Return the trace of the latest classic call in this thread or task; None before the first call.
 
-    A call that raised leaves the steps it had finished.
+    The trace of a call that raised an error contains the steps before the error.
     """
     return _LAST.get()
 
 
 def begin_trace(function: str, prompt_length: int) -> Trace:
-    """A new trace, which is the last one from now on."""
+    """Return a new trace, and make it the result of `last_trace`."""
     trace = Trace(function, prompt_length)
     _LAST.set(trace)
     return trace

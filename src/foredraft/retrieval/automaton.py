@@ -1,4 +1,4 @@
-"""A suffix automaton over a growing text: every earlier occurrence of its end, and what followed how often."""
+"""A suffix automaton over a growing text: earlier occurrences of its suffixes, and counts of the tokens after them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import NamedTuple
 from foredraft.retrieval.growth import ESCAPE, Candidate
 
 _MAX_SUCCESSORS = 32
-"""Looked at after one context: the oldest, mostly the most frequent, and the newest; a long text has thousands."""
+"""Largest number of successors to look at after one context: half the oldest, which are mostly the most frequent, and
+half the newest. A long text has thousands."""
 
 
 _MAX_ORDERS = 4
-"""Most contexts, the longest first, that have a say in what follows."""
+"""Largest number of contexts, the longest first, that contribute to the scores."""
 
 
 class MatchState(NamedTuple):
-    """A string of the text: the state that stands for it, its length, and the score of the path that led here."""
+    """A string of the text: its state, its length, and the score of the path that led to it."""
 
     state: int
     length: int
@@ -25,21 +26,22 @@ class MatchState(NamedTuple):
 
 
 class SuffixAutomaton:
-    """All substrings of a text, with counts, built token by token.
+    """All substrings of a text with counts, built token by token.
 
     Source: Blumer et al. 1985; as a drafter, SAM-Decoding (Hu et al. 2024, arXiv:2411.10666). Deviations: states
-    carry how often and how recently their strings occurred, exact for strings of up to ``max_length`` tokens; the match
-    is read off the suffix link of the last state, so there is no cursor that an insertion could leave behind.
+    contain how often and how recently their strings occurred, exactly for strings of up to ``max_length`` tokens. The
+    match is derived from the suffix link of the last state, so there is no cursor that an insertion could invalidate.
 
-    After a context of length l, seen n times, shorter contexts have a say of `ESCAPE` / (n * l + `ESCAPE`).
+    After a context of length l that occurred n times, shorter contexts have the weight `ESCAPE` / (n * l + `ESCAPE`).
 
     Args:
-      max_length: longest string (context and next token together) whose occurrences are counted; 2 or more.
-      min_match: shortest context, in tokens.
-      floor: candidates with a smaller score are left out.
+      max_length: length in tokens, 2 or more, of the longest string (context and next token) whose occurrences are
+        counted.
+      min_match: length of the shortest context, in tokens.
+      floor: smallest score of a candidate.
 
-    Cost: amortised O(1) operations per token for the automaton and at most ``max_length`` for the counts (a run of one
-    token; usually a handful), whatever the length of the text. At most two states per token.
+    Cost: amortised O(1) operations per token for the automaton, and at most ``max_length`` for the counts (usually a
+    few; the worst case is a run of one token), at any length of the text. At most two states per token.
     """
 
     def __init__(self, max_length: int = 24, *, min_match: int = 1, floor: float = 0.0) -> None:
@@ -52,15 +54,15 @@ class SuffixAutomaton:
         self._count = [0]
         self._recent = [0]
         self._last = 0
-        self._tail, self._tail_length = 0, 0  # the state of the last max_length tokens
+        self._tail, self._tail_length = 0, 0  # state and length of the last max_length tokens
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        """Number of states."""
+        """Return the number of states."""
         return len(self._link)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the tokens of the text that are new since the last call."""
+        """Add the tokens of the text that are new since the last call."""
         for place in range(self.num_tokens, len(tokens)):
             self._append(tokens[place])
 
@@ -88,7 +90,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, state: int, token: int, known: int) -> int:
-        """Give the shorter strings of ``known`` a state of their own."""
+        """Move the shorter strings of ``known`` to a new state."""
         following, link = self._next, self._link
         clone = self._add(
             self._length[state] + 1, dict(following[known]), link[known], self._count[known], self._recent[known]
@@ -100,9 +102,9 @@ class SuffixAutomaton:
         return clone
 
     def _count_suffixes(self, token: int) -> None:
-        """One more occurrence of every suffix of up to ``max_length`` tokens."""
+        """Count one more occurrence of every suffix of up to ``max_length`` tokens."""
         link, count, recent = self._link, self._count, self._recent
-        tail = self._shortened(self._tail, self._tail_length)  # its state may have been split
+        tail = self._shortened(self._tail, self._tail_length)  # the stored state may have been split
         self._tail_length = min(self._tail_length + 1, self.max_length)
         self._tail = state = self._shortened(self._next[tail][token], self._tail_length)
         while state > 0:
@@ -111,7 +113,7 @@ class SuffixAutomaton:
             state = link[state]
 
     def _shortened(self, state: int, length: int) -> int:
-        """The state of the last ``length`` tokens of a state's strings."""
+        """Return the state of the last ``length`` tokens of a state's strings."""
         link, lengths = self._link, self._length
         while length <= lengths[link[state]] and state:
             state = link[state]
@@ -120,20 +122,22 @@ class SuffixAutomaton:
     # -- matching ------------------------------------------------------------------------------------------------
 
     def match(self) -> MatchState | None:
-        """The longest end of the text that has occurred before, no longer than ``max_length`` - 1; None without one."""
+        """Return the longest suffix of the text, up to ``max_length`` - 1 tokens, that occurred before; None if there
+        is none."""
         state = self._link[self._last]
         if state <= 0:
             return None
         length = self._length[state]
         if length >= self.max_length:
             length = self.max_length - 1
-            state = self._shortened(self._tail, length)  # from here it is one link or two, from the match any number
+            state = self._shortened(self._tail, length)  # one or two links from the tail, but many from the match
         return None if length < self._min_match else MatchState(state, length, 1.0)
 
     def candidates(self, place: MatchState, floor: float = 0.0) -> list[Candidate]:
-        """The tokens that have followed, scored by counts after this context and, for the rest, after shorter ones."""
+        """Return the tokens that followed this context, scored by its counts and, with a smaller weight, by shorter
+        contexts."""
         floor = max(floor, self._floor)
-        shares: dict[int, list[float]] = {}  # token -> share, recency, length of the longest context it followed
+        shares: dict[int, list[float]] = {}  # token -> score, recency, state after it, length of that state's string
         state, length, score = place
         rest = score
         for _ in range(_MAX_ORDERS):
@@ -149,9 +153,9 @@ class SuffixAutomaton:
         ]
 
     def _add_shares(self, shares: dict[int, list[float]], state: int, length: int, rest: float, floor: float) -> float:
-        """Distribute ``rest`` over the successors of one state; what is left for shorter contexts.
+        """Distribute ``rest`` over the successors of one state, and return what is left for shorter contexts.
 
-        A new token that cannot come to ``floor``, whatever the shorter contexts say of it, gets nothing.
+        A new token that cannot reach ``floor``, whatever the shorter contexts add, is left out.
         """
         following, count = self._next[state], self._count
         if not following:

@@ -1,4 +1,4 @@
-"""Build a datastore from corpora: resumable, sharded, in bounded memory."""
+"""Builds a datastore from corpora: resumable, in shards, in bounded memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ STATE = "build.json"
 
 @dataclass
 class State:
-    """Progress of a build. On disk it is never ahead of the token file.
+    """Progress of a build. The state on disk is never ahead of the token file.
 
     Args:
-      settings: what has to be the same when a build goes on.
-      file, piece: the next piece to read.
-      shards: finished ones.
-      open_bytes, open_documents: of the shard that is being written.
+      settings: settings that must be equal for a build to be resumed.
+      file, piece: indices of the next file and piece to read.
+      shards: finished shards.
+      open_bytes, open_documents: bytes and documents in the shard that is being written.
     """
 
     settings: dict[str, Any]
@@ -62,33 +62,33 @@ class State:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls(**{**data, "shards": [shard_record(shard) for shard in data["shards"]]})
         except (ValueError, KeyError, TypeError) as error:
-            raise DatastoreError(f"{path} is damaged ({error}); start over with --restart") from None
+            raise DatastoreError(f"{path} is damaged ({error}); start again with --restart") from None
 
 
 LOCK = ".lock"
 MEMORY_BYTES = 2 * 10**9
-"""Default of what building may take; 5 bytes per byte of token ids while a shard is sorted, the rest for Python."""
+"""Default memory limit of a build. Sorting a shard takes 5 bytes per byte of token ids; the rest is for Python."""
 
 _BASE_MEMORY = 600 * 10**6  # interpreter, torch, tokenizer
 _CHECKPOINT_BYTES = 8 << 20
 
 Progress = Callable[[str, int, int], None]
-"""(what is being done, how much is done, of how much)."""
+"""Function of the current activity, the amount done, and the total amount."""
 
 
 def shard_tokens(width: int, memory_bytes: int = MEMORY_BYTES) -> int:
-    """Tokens of a shard that can be sorted in so much memory of the whole program.
+    """Return the number of tokens of the largest shard that can be sorted within a memory limit of the whole process.
 
     Args:
       width: bytes per token.
 
-    Raises: ConfigError when nothing is left.
+    Raises: ConfigError if the limit leaves no memory for tokens.
     """
     limit = tokens_within(memory_bytes - _BASE_MEMORY, width) - PIECE_CHARACTERS
     if limit < 1:
         least = _BASE_MEMORY + BYTES_PER_TOKEN_BYTE * width * (PIECE_CHARACTERS + 2)
         raise ConfigError(
-            f"memory of {memory_bytes} bytes leaves no room for tokens: the program takes {_BASE_MEMORY}; give {least} "
+            f"a memory limit of {memory_bytes} bytes is too small: the program needs {_BASE_MEMORY}; use {least} "
             "or more"
         )
     return limit
@@ -108,16 +108,17 @@ def build(
 ) -> DatastoreManifest:
     """Write a datastore of everything in ``corpora`` to the directory ``out``.
 
-    Interrupted (also by ``kill -9``), the same call goes on where it was.
+    After an interruption (even by ``kill -9``) the same call resumes the build.
 
     Args:
-      corpora: files and directories: text (a document each), JSONL and Parquet (a document per record).
-      tokenizer: of the model that will use the datastore.
-      tokenizer_name: how the datastore calls it; by default the name it was loaded by.
-      field: of JSONL records and Parquet rows.
-      memory_bytes: memory of the whole program while it sorts a shard.
-      max_shard_tokens: a smaller limit of shards; exceeded by one piece of text at most.
-      restart: drop what ``out`` holds, finished or not.
+      corpora: files and directories. A text file is one document; JSONL and Parquet files have a document per record.
+      tokenizer: tokenizer of the model that will use the datastore.
+      tokenizer_name: name of the tokenizer in the datastore; by default the name it was loaded by.
+      field: name of the text in JSONL records and Parquet rows.
+      memory_bytes: memory limit of the whole process while it sorts a shard.
+      max_shard_tokens: smaller limit on tokens per shard. A shard may exceed it by one piece of text.
+      restart: True to delete the datastore or unfinished build in ``out`` first.
+      progress: function that is called with the progress.
 
     Raises: DatastoreError, ConfigError.
     """
@@ -126,7 +127,7 @@ def build(
     if restart and folder.is_dir():
         _drop(folder)
     if (folder / MANIFEST).exists():
-        raise DatastoreError(f"{folder} holds a datastore already; append to it, or rebuild it with --restart")
+        raise DatastoreError(f"{folder} already contains a datastore; append to it, or rebuild it with --restart")
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     base = DatastoreManifest(
         vocab_size=vocab_size,
@@ -149,7 +150,7 @@ def append(
     max_shard_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> DatastoreManifest:
-    """Add shards to a datastore. Readers see them once all are written. Arguments as of `build`.
+    """Add shards to a datastore. Readers see them once all are written. For the arguments see `build`.
 
     Raises: DatastoreError, TokenizerMismatchError.
     """
@@ -161,7 +162,7 @@ def append(
 
 
 def _drop(folder: Path) -> None:
-    """Remove what a build wrote, and nothing else."""
+    """Delete what a build wrote, and nothing else."""
     with writing(folder):
         for pattern in ("shard-*.tokens*", "shard-*.index*", STATE + "*", MANIFEST + "*"):
             for path in folder.glob(pattern):
@@ -169,7 +170,7 @@ def _drop(folder: Path) -> None:
 
 
 class _Builder:
-    """Takes in files as shards, and goes on where an interrupted build with the same settings was."""
+    """Writer of files as shards, which resumes an interrupted build with the same settings."""
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class _Builder:
         }
 
     def run(self, base: DatastoreManifest) -> DatastoreManifest:
-        """Take in all files as shards after those of ``base``."""
+        """Write all files as shards after those of ``base``."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with only_writer(self._folder / LOCK):
@@ -200,7 +201,7 @@ class _Builder:
                 self._state = self._resumed()
                 self._take_files()
                 if not self._state.shards:
-                    raise DatastoreError("the corpus is empty: its files hold no tokens; give a file with text")
+                    raise DatastoreError("the corpus is empty: its files contain no tokens; give a file with text")
                 sources = tuple((str(file.path), file.num_bytes) for file in self._files)
                 manifest = replace(base, shards=(*base.shards, *self._state.shards), sources=(*base.sources, *sources))
                 manifest.write(self._folder)
@@ -208,7 +209,7 @@ class _Builder:
         return manifest
 
     def _resumed(self) -> State:
-        """The state of an interrupted build with the same settings, or a new one."""
+        """Return the state of an interrupted build with the same settings, or a new one."""
         settings = {**self._settings, "num_base_shards": self._num_base}
         state = State.read(self._folder)
         if state is None:
@@ -216,15 +217,15 @@ class _Builder:
         if state.settings != settings:
             differing = ", ".join(key for key, value in settings.items() if state.settings.get(key) != value)
             raise DatastoreError(
-                f"{self._folder} holds an unfinished build that differs in {differing}; finish that one, or start over "
-                "with --restart"
+                f"{self._folder} contains an unfinished build with other settings ({differing}); finish that one, or "
+                "start again with --restart"
             )
         return state
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _take_files(self) -> None:
-        """Everything that has not been taken yet; at the end all of it is in finished shards."""
+        """Read everything that is left. Afterwards all of it is in finished shards."""
         state, total = self._state, sum(file.num_bytes for file in self._files)
         before = sum(file.num_bytes for file in self._files[: state.file])
         self._saved_bytes = state.open_bytes
@@ -241,7 +242,7 @@ class _Builder:
                 self._seal()
         finally:
             self._tokens.close()
-        self._path("tokens").unlink()  # of the shard that would be next
+        self._path("tokens").unlink()  # the empty file of the shard that would be next
 
     def _take(self, batch: Sequence[TextPiece]) -> None:
         texts = [piece.text for piece in batch]
@@ -267,13 +268,13 @@ class _Builder:
         return self._folder / f"shard-{self._num_base + len(self._state.shards):05d}.{kind}"
 
     def _reopened(self) -> BinaryIO:
-        """The token file of the open shard, cut to what the state on disk knows of."""
+        """Open the token file of the current shard, cut to the length that the state on disk contains."""
         path = self._path("tokens")
         path.touch()
         file = path.open("r+b")
         if path.stat().st_size < self._state.open_bytes:
             file.close()
-            raise DatastoreError(f"{path} is shorter than the unfinished build says; start over with --restart")
+            raise DatastoreError(f"{path} is shorter than the unfinished build recorded; start again with --restart")
         file.truncate(self._state.open_bytes)
         file.seek(max(0, self._state.open_bytes - self._width))
         self._is_in_document = file.read(self._width) not in (b"", self._separator)
@@ -286,16 +287,17 @@ class _Builder:
             self._is_in_document = data != self._separator
 
     def _checkpoint(self) -> None:
-        """Tokens first, then the state that counts them: killed in between, the build goes on from the state before."""
+        """Write tokens first, then the state that counts them. If killed in between, the build resumes from the old
+        state."""
         _flush(self._tokens)
         self._state.write(self._folder)
         self._saved_bytes = self._state.open_bytes
 
     def _seal(self) -> None:
-        """Finish the open shard: separators, suffix array, checksums; then begin the next."""
+        """Finish the current shard with separators, suffix array and checksums, and begin the next one."""
         state, width = self._state, self._width
         self._checkpoint()
-        self._tokens.write(self._separator * (PADDING + 1))  # the first ends a document that goes on in the next shard
+        self._tokens.write(self._separator * (PADDING + 1))  # the first ends a document that the next shard continues
         _flush(self._tokens)
         self._tokens.close()
         num_tokens = state.open_bytes // width + 1
@@ -308,7 +310,7 @@ class _Builder:
 
 
 def indexed(tokens: Path, index: Path, num_tokens: int, width: int, num_documents: int) -> ShardRecord:
-    """Write the suffix array of a finished token file; returns the record of both."""
+    """Write the suffix array of a finished token file, and return the record of both files."""
     with index.open("wb") as file:
         write_suffix_array(tokens, num_tokens, width, file)
         _flush(file)
@@ -333,14 +335,15 @@ def from_tokens(
     num_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> DatastoreManifest:
-    """Write a datastore of documents that are token ids already; it belongs to no tokenizer.
+    """Write a datastore of documents that are token ids already. It belongs to no tokenizer.
 
     Args:
-      documents: taken one at a time, so they need not fit into memory.
-      max_shard_tokens: exceeded by one document at most; by default what 2 GB of memory can sort.
-      num_tokens: how many there will be, where that is known; for ``progress`` only.
+      documents: documents, read one at a time, so that they need not fit into memory.
+      max_shard_tokens: limit on tokens per shard; a shard may exceed it by one document. By default as many tokens as
+        can be sorted in 2 GB of memory.
+      num_tokens: total number of tokens if known; for ``progress`` only.
 
-    Raises: DatastoreError, also when there is no token.
+    Raises: DatastoreError, also if there is no token.
     """
     folder, width = Path(out), width_of(vocab_size)
     limit = max_shard_tokens or shard_tokens(width)
@@ -365,7 +368,7 @@ def from_tokens(
             shards.append(indexed(tokens, index, size, width, count))
             done += size
         if not shards:
-            raise DatastoreError("the corpus is empty: no document holds a token")
+            raise DatastoreError("the corpus is empty: no document contains a token")
         manifest = DatastoreManifest(vocab_size, width, "", "", tuple(shards), ())
         manifest.write(folder)
     return manifest

@@ -16,7 +16,7 @@ from foredraft.extras import install_command
 from foredraft.folders import parsed_json
 
 PIECE_CHARACTERS = 1 << 19
-"""Longest text that is tokenised at once: what bounds the memory of reading."""
+"""Length of the longest text that is tokenised at once. It bounds the memory for reading."""
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_PIECES = 1024
@@ -42,18 +42,18 @@ _CODE = {
 }
 _RECORDS = {".jsonl", ".ndjson", ".parquet"}
 TEXT_SUFFIXES = _MARKUP | _CODE | _RECORDS | {".yaml", ".yml", ".toml", ".ini", ".cfg"}
-"""The suffixes of the files taken from a directory. A file given by its own path is read whatever its suffix."""
+"""Suffixes of the files that are read from a directory. A file given by its own path is read whatever its suffix."""
 
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 class TextPiece(NamedTuple):
-    """Text of one document, cut at a line end where it is long.
+    """Text of one document. A long document is cut into pieces, at line ends where possible.
 
     Args:
-      text: never empty, unless it only ends a document.
-      ends_document: nothing of the same document follows.
-      bytes_read: of the file, compressed bytes where it is compressed.
+      text: text of the piece; empty only if the piece marks the end of a document.
+      ends_document: True for the last piece of a document.
+      bytes_read: bytes of the file read so far, compressed ones for a compressed file.
     """
 
     text: str
@@ -66,8 +66,8 @@ class CorpusFile:
     """One file of a corpus.
 
     Args:
-      path: where it lies.
-      field: of a JSONL record or Parquet row that holds the text.
+      path: path of the file.
+      field: name of the text in JSONL records and Parquet rows.
     """
 
     path: Path
@@ -79,16 +79,16 @@ class CorpusFile:
 
     @property
     def kind(self) -> str:
-        """``text``, ``jsonl`` or ``parquet``, by the name without ``.gz``, ``.xz`` or ``.bz2``."""
+        """Type of the file, ``text``, ``jsonl`` or ``parquet``, from the name without ``.gz``, ``.xz`` or ``.bz2``."""
         suffix = self.path.suffix.lower()
         if suffix in _COMPRESSED:
             suffix = Path(self.path.stem).suffix.lower()
         return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
 
     def pieces(self) -> Iterator[TextPiece]:
-        """The documents in order, in the same pieces every time.
+        """Yield the documents in order, in the same pieces every time.
 
-        Raises: DatastoreError for anything that is not text or JSON, or lacks the field.
+        Raises: DatastoreError for a file that is not text or JSON, or records without the field.
         """
         if self.kind == "parquet":
             yield from self._parquet()
@@ -120,7 +120,7 @@ class CorpusFile:
             raise DatastoreError(f"{self.path} cannot be read: {error.strerror or error}; check the path") from None
 
     def _text(self, raw: BinaryIO, file: IO[str]) -> Iterator[TextPiece]:
-        """The whole file is one document."""
+        """Yield the whole file as one document."""
         rest = ""
         while block := file.read(PIECE_CHARACTERS):
             self._check_text(block)
@@ -139,7 +139,7 @@ class CorpusFile:
             record = parsed_json(line, strict=False)
         except ValueError as error:
             raise DatastoreError(
-                f"{self.path}, line {number} is not JSON: {error}; repair it, or name the file .txt"
+                f"{self.path}, line {number} is not JSON: {error}; repair it, or rename the file to .txt"
             ) from None
         return self._field_of(record, f"line {number}")
 
@@ -148,20 +148,20 @@ class CorpusFile:
         if not isinstance(text, str):
             keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
             raise DatastoreError(
-                f"{self.path}, {place} has no text in {self.field!r} (it has: {keys}); name the field with --field"
+                f"{self.path}, {place} has no text in {self.field!r} (its keys: {keys}); name the field with --field"
             )
         self._check_text(text)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise DatastoreError(
-                f"{self.path}, {place} holds {text[error.start]!r}, half of a surrogate pair; repair the text"
+                f"{self.path}, {place} contains {text[error.start]!r}, half of a surrogate pair; repair the text"
             ) from None
         return text
 
     def _check_text(self, text: str) -> None:
         if "\0" in text:
-            raise DatastoreError(f"{self.path} holds NUL characters, so it is binary, not text; leave it out")
+            raise DatastoreError(f"{self.path} contains NUL characters, so it is binary, not text; leave it out")
 
     def _parquet(self) -> Iterator[TextPiece]:
         try:
@@ -174,11 +174,11 @@ class CorpusFile:
         try:
             file = parquet.ParquetFile(self.path)
             names = file.schema_arrow.names
-        except Exception as error:  # whatever Arrow raises, the file is at fault
+        except Exception as error:  # Arrow raises many types of errors for a damaged file
             raise DatastoreError(f"{self.path} is not a readable Parquet file: {error}") from None
         if self.field not in names:
             raise DatastoreError(
-                f"{self.path} has no column {self.field!r} (it has: {', '.join(names)}); name it with --field"
+                f"{self.path} has no column {self.field!r} (its columns: {', '.join(names)}); name it with --field"
             )
         size, done = self.num_bytes, 0
         for batch in file.iter_batches(batch_size=256, columns=[self.field]):
@@ -198,7 +198,7 @@ def _document(text: str, bytes_read: int) -> Iterator[TextPiece]:
 
 
 def batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """About a MiB of text at a time, so that the tokenizer may work in parallel."""
+    """Yield batches of about 1 MiB of text, so that the tokenizer can work in parallel."""
     batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
@@ -212,7 +212,7 @@ def batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 def cut(text: str) -> list[str]:
-    """Pieces of at most `PIECE_CHARACTERS`, each cut after a line end where it has one; the last may be empty."""
+    """Cut a text into pieces of at most `PIECE_CHARACTERS`, after a line end where possible. The last may be empty."""
     pieces = []
     while len(text) > PIECE_CHARACTERS:
         end = text.rfind("\n", 0, PIECE_CHARACTERS) + 1 or PIECE_CHARACTERS
@@ -222,18 +222,20 @@ def cut(text: str) -> list[str]:
 
 
 def find_files(corpora: Sequence[str | Path], field: str = "text") -> list[CorpusFile]:
-    """The files of a corpus: those named, and everything that looks like text in the directories named.
+    """Return the files of a corpus: the given files, and all files in the given directories with a known suffix.
 
-    Raises: DatastoreError for a path that does not exist, and when there is nothing to read.
+    Raises: DatastoreError for a path that does not exist, and if there is nothing to read.
     """
     files = [file for corpus in corpora for file in _files(Path(corpus).expanduser())]
     if not files:
         raise DatastoreError(
-            "the corpus is empty: no file was named, or the directories hold no text, JSONL or Parquet"
+            "the corpus is empty: no file was given, or the directories contain no text, JSONL or Parquet files"
         )
     empty = [file for file in files if file.stat().st_size == 0]
     if len(empty) == len(files):
-        raise DatastoreError(f"the corpus is empty: {', '.join(map(str, empty[:3]))} of 0 bytes; give a file with text")
+        raise DatastoreError(
+            f"the corpus is empty: {', '.join(map(str, empty[:3]))} has 0 bytes; give a file with text"
+        )
     return [CorpusFile(file, field) for file in files if file not in empty]
 
 

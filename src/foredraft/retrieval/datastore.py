@@ -1,4 +1,4 @@
-"""A datastore on disk: what followed the longest known end of a text, with counts."""
+"""A datastore on disk: continuations, with counts, of the longest known suffix of a text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_DEPTH = PADDING
-"""Longest continuation that can be read."""
+"""Length of the longest continuation, in tokens."""
 
 SHORTER_WEIGHT = 0.25
-"""Weight of an occurrence of the next shorter context, beside those of the longest."""
+"""Weight of an occurrence of the next shorter context, relative to the longest one."""
 
-_SHARD_STRIDE = 1 << 32  # positions of a later shard are more recent than all of an earlier one
+_SHARD_STRIDE = 1 << 32  # makes positions of a later shard more recent than all of an earlier one
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Lookup:
     """Limits of a lookup in a datastore.
 
     Args:
-      match_min, match_max: tokens of the shortest and longest context that counts as a match.
-      depth: tokens read after an occurrence; at most 64.
-      max_hits: occurrences read; of more, that many are taken at equal distances in sorted order, so that their counts
-        keep their proportions.
-      few_hits: with fewer occurrences than this, those of the next shorter context are added.
+      match_min, match_max: lengths in tokens of the shortest and longest context that counts as a match.
+      depth: number of tokens read after an occurrence; at most 64.
+      max_hits: largest number of occurrences to read. If there are more, this many are sampled at equal distances in
+        sorted order, so that the proportions of their counts stay the same.
+      few_hits: number of occurrences below which those of the next shorter context are added.
     """
 
     match_min: int = 1
@@ -49,9 +49,9 @@ class Match(NamedTuple):
     """The result of looking up a context in a datastore.
 
     Args:
-      length: tokens of the longest end of the context that occurs with something after it.
-      num_hits: how often it does.
-      trie: what follows.
+      length: length in tokens of the longest suffix of the context that occurs with something after it.
+      num_hits: number of its occurrences.
+      trie: continuations.
     """
 
     length: int
@@ -62,12 +62,12 @@ class Match(NamedTuple):
 class Datastore:
     """Shards of tokens, searched through memory maps.
 
-    Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: documents are separated and no match runs across two;
-    ids have the narrowest width that holds them; the length of the match is found by bisection, not by trying 16, 15,
-    ... in turn; more hits than ``max_hits`` are sampled evenly instead of cut off; few hits are completed by those of
-    the next shorter context.
+    Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: documents are separated, and no match crosses the end
+    of a document. Ids have the smallest width that fits the vocabulary. The length of the match is found by bisection
+    instead of trying 16, 15, ... in turn. If there are more than ``max_hits`` hits, they are sampled evenly instead of
+    cut off. If there are few, hits of the next shorter context are added.
 
-    Cost: a lookup makes some hundred probes and reads ``max_hits`` continuations; see dev/measurements/lookup.md.
+    Cost: a lookup makes about a hundred probes and reads ``max_hits`` continuations; see dev/measurements/lookup.md.
     """
 
     def __init__(self, folder: Path, manifest: DatastoreManifest) -> None:
@@ -89,8 +89,9 @@ class Datastore:
         """Check and map a datastore.
 
         Args:
-          tokenizer, vocab_size: of the model that will read the ids, where they are known.
-          checksums: read all files once and compare; without, only names and sizes are checked.
+          tokenizer, vocab_size: tokenizer and vocabulary size of the model that will use the datastore; None if
+            unknown.
+          checksums: True to read all files once and compare checksums; otherwise only names and sizes are checked.
 
         Raises: DatastoreError for a directory that is damaged or not a datastore; TokenizerMismatchError.
         """
@@ -101,9 +102,9 @@ class Datastore:
         return cls(path, manifest)
 
     def query(self, context: Sequence[int], how: Lookup | None = None) -> Match | None:
-        """The continuations of the longest end of ``context`` that is known; None when not even the shortest is.
+        """Return the continuations of the longest known suffix of ``context``; None if no suffix is known.
 
-        Ids that the datastore cannot hold (a padded vocabulary) match nothing.
+        Ids outside the datastore's vocabulary (such as those of a padded vocabulary) match nothing.
         """
         how = how or Lookup()
         data = encode(known_end(context[-how.match_max :], self.manifest.vocab_size), self.manifest.width)
@@ -120,12 +121,12 @@ class Datastore:
         return Match(length, num_hits, self._trie(length, hits, shorter, how))
 
     def _trie(self, length: int, hits: list[range], shorter: list[range] | None, how: Lookup) -> ContinuationTrie:
-        """One trie of all hits; a hit of both contexts counts with the weights of both.
+        """Return one trie of all hits. A hit of both contexts gets the weights of both.
 
         Args:
-          length: tokens of the context.
+          length: length of the context in tokens.
           hits: its occurrences by shard.
-          shorter: occurrences of the context that is one token shorter; None where they do not count.
+          shorter: occurrences of the context that is one token shorter; None if they do not count.
         """
         num_hits = sum(map(len, hits))
         if len(self._shards) == 1 and shorter is not None and num_hits <= _FEW and len(shorter[0]) <= how.max_hits:
@@ -155,7 +156,8 @@ class Datastore:
         )
 
     def _nested(self, length: int, hits: range, shorter: range, how: Lookup) -> ContinuationTrie:
-        """The same where all hits of the shorter context are read: in order, and the longer one's are among them."""
+        """Return the same trie for one shard if all hits of the shorter context are read: they include the longer
+        one's."""
         (shard,) = self._shards
         after = shard.positions(shorter, how.max_hits) + length - 1
         among = shard.positions(hits, how.max_hits) + length
@@ -164,16 +166,16 @@ class Datastore:
         return ContinuationTrie(rows, after, weights, width=self.manifest.width, escape=ESCAPE)
 
     def close(self) -> None:
-        """Give the files back; the datastore cannot be used any more."""
+        """Close the files. The datastore cannot be used afterwards."""
         for shard in self._shards:
             shard.close()
 
 
-_FEW = 64  # hits that are looked for among others
+_FEW = 64  # largest number of hits for the quadratic comparison in _nested
 
 
 def known_end(tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
-    """The tokens after the last one outside the vocabulary."""
+    """Return the tokens after the last one outside the vocabulary."""
     for place in range(len(tokens) - 1, -1, -1):
         if not 0 <= tokens[place] < vocab_size:
             return tokens[place + 1 :]

@@ -1,4 +1,4 @@
-"""Grow a draft tree best first out of what several sources know about the same text."""
+"""Best-first growth of a draft tree from the candidates of several sources."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 from foredraft.tree import DraftTree
 
 ESCAPE = 1.0
-"""Weight of the unknown: a context that was seen n times counts it as one more observation."""
+"""Weight of unseen tokens: a context that was seen n times counts them as one more observation."""
 
 
 class Candidate(NamedTuple):
     """A token that a source has seen next.
 
     Args:
-      score: the source's estimate of the chance that this token *and the path to it* come true.
-      recency: larger is more recent; decides between equal scores.
-      token: its id.
-      place: where the source stands after it; of several sources, a root of each.
+      score: estimated chance that this token *and the path to it* are accepted.
+      recency: number that is larger for more recent tokens; decides between equal scores.
+      token: token id.
+      place: position of the source after the token; for merged candidates, a root of each source.
     """
 
     score: float
@@ -29,13 +29,14 @@ class Candidate(NamedTuple):
 
 
 Candidates = Callable[[Any, float], Iterable[Candidate]]
-"""A source of continuations: for a place, the tokens that may follow with a score of at least a floor, each once.
+"""A source of continuations: a function of a place and a floor that returns the tokens that may follow with at least
+this score, each once.
 
-Scores are products along the path, so they never grow on the way."""
+Scores are products along the path, so they never increase with depth."""
 
 
 class GrowthRoot(NamedTuple):
-    """Place of a source at the end of the text. ``score`` is 1 unless the source is less sure of the whole."""
+    """Place of a source at the end of the text. ``score`` is below 1 if the source is less reliable as a whole."""
 
     candidates: Candidates
     place: Any
@@ -46,10 +47,10 @@ class TreeLimits(NamedTuple):
     """Limits of a tree.
 
     Args:
-      max_nodes: root included.
-      max_depth: of a node; the root has depth 0.
-      max_branches: children of one node.
-      min_score: of a node.
+      max_nodes: largest number of nodes, root included.
+      max_depth: largest depth of a node; the root has depth 0.
+      max_branches: largest number of children of a node.
+      min_score: smallest score of a node.
     """
 
     max_nodes: int
@@ -59,18 +60,19 @@ class TreeLimits(NamedTuple):
 
 
 def grow(pending: int, roots: Sequence[GrowthRoot], shape: TreeLimits, name: str = "") -> DraftTree:
-    """The nodes with the highest scores, within the limits of ``shape``; parents stand before children.
+    """Return the tree of the nodes with the highest scores within the limits of ``shape``; parents come before
+    children.
 
-    What several sources propose at one node is merged: the token gets the highest of its scores, each given
-    relative to the path so far.
+    Tokens that several sources propose at one node are merged. The token gets the highest of its scores, each relative
+    to the path so far.
 
-    Returns: a tree with scores. Exactness: lossless for any rule that takes deterministic drafts. Randomness: none.
+    Returns: a tree with scores. Exactness: lossless for any rule that supports deterministic drafts. Randomness: none.
     """
     max_nodes, max_depth, max_branches, min_score = shape
     tokens, parents, depths, scores = [pending], [-1], [0], [1.0]
     places: list[tuple[GrowthRoot, ...]] = [tuple(roots)]
     heap: list[tuple[float, int, int, int, Candidate]] = []
-    best: list[float] = []  # scores of the best candidates so far, as many as there may be nodes: a heap
+    best: list[float] = []  # heap of the best scores so far, at most as many as there may be nodes
     newest = age = 0
     while True:
         if depths[newest] < max_depth:
@@ -94,13 +96,13 @@ def grow(pending: int, roots: Sequence[GrowthRoot], shape: TreeLimits, name: str
 
 
 _ROUNDING = 1 - 1e-9
-"""Sources get a floor that is lower by this: scaling there and back must not lose what lies on it."""
+"""Factor on the floor that sources get, so that rounding loses no candidate whose score equals the floor."""
 
 
 def _merged(roots: Sequence[GrowthRoot], score: float, floor: float) -> Sequence[Candidate]:
-    """Candidates of all sources with a score of ``floor`` or more, equal tokens as one.
+    """Return the candidates of all sources with a score of at least ``floor``, with equal tokens merged.
 
-    Their scores are those of the whole path, and their places are roots of every source.
+    Scores are those of the whole path. Places are tuples of roots, one for every source.
     """
     merged: dict[int, Candidate] = {}
     for candidates, place, own in roots:

@@ -1,4 +1,4 @@
-"""Past outputs in a suffix tree, in bounded memory, for all requests of a process."""
+"""Past outputs in a suffix tree, in bounded memory, shared by all requests of a process."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from foredraft.retrieval.suffix_tree import WIDTH, SuffixMatch, SuffixTree
 _FORMAT = "foredraft-history-1"
 
 MAX_TOKENS = 1 << 19
-"""Tokens of all outputs that are remembered."""
+"""Largest number of tokens of all stored outputs together."""
 
 
 class OutputHistory:
-    """Earlier outputs, with how often each continuation occurred.
+    """Earlier outputs, with counts of their continuations.
 
     Source: the global tree of SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975). Deviations: the least recently
-    *used* output goes first, not the oldest; the number of tokens is bounded as well as that of outputs; a continuation
-    that reaches the depth of the tree goes on from its own end.
+    *used* output is removed first, not the oldest. The number of tokens is bounded as well as that of outputs. A
+    continuation that reaches the depth of the tree continues from its own suffix.
 
     Args:
-      max_depth: tokens of the longest string that is kept; every window of that many tokens of an output is one.
-      max_outputs: beyond which, as beyond `MAX_TOKENS`, the least recently used outputs are forgotten.
-      fingerprint: of the tokenizer, so that a saved history is not read by another.
+      max_depth: length in tokens of the longest stored string. Every window of this length of an output is stored.
+      max_outputs: number of outputs above which the least recently used ones are removed; `MAX_TOKENS` is a second
+        limit.
+      fingerprint: fingerprint of the tokenizer, so that a saved history is not loaded with another.
 
     Thread safety: every method may be called from any thread.
-    Cost: at most ``max_depth`` node visits per token that comes or goes; about 0.4 kB of memory per token.
+    Cost: at most ``max_depth`` node visits per added or removed token; about 0.4 kB of memory per token.
     """
 
     def __init__(self, max_depth: int = 24, *, max_outputs: int = 10_000, fingerprint: str = "") -> None:
@@ -47,7 +48,7 @@ class OutputHistory:
         self._lock = forking.lock()
 
     def __len__(self) -> int:
-        """Outputs that are remembered."""
+        """Return the number of stored outputs."""
         return len(self._outputs)
 
     @property
@@ -56,13 +57,13 @@ class OutputHistory:
 
     @property
     def num_added(self) -> int:
-        """Outputs taken in so far, forgotten ones included."""
+        """Number of outputs added so far, including removed ones."""
         return self._next_key
 
     # -- taking in and forgetting ----------------------------------------------------------------------------------
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Remember an output; of one longer than `MAX_TOKENS`, only the end."""
+        """Store an output. Of an output longer than `MAX_TOKENS` only the end is stored."""
         data = _packed(tokens[max(0, len(tokens) - MAX_TOKENS) :])
         if not data or not self.max_outputs:
             return
@@ -77,7 +78,7 @@ class OutputHistory:
                 self._forget_one()
 
     def touch(self, spot: SuffixMatch) -> None:
-        """Note that something a lookup found was right: its output is forgotten later."""
+        """Mark the output of a correct match as used, so that it is removed later."""
         with self._lock:
             if spot.node.owner in self._outputs:
                 self._outputs.move_to_end(spot.node.owner)
@@ -95,22 +96,23 @@ class OutputHistory:
     # -- looking up ------------------------------------------------------------------------------------------------
 
     def match(self, context: Sequence[int], shortest: int = 1) -> SuffixMatch | None:
-        """The longest end of ``context``, up to half the depth, that was followed by something; None without one."""
+        """Return the longest suffix of ``context``, up to half the depth, that has a continuation; None if there is
+        none."""
         data = _packed(context[-(self.max_depth // 2) :])
         with self._lock:
             return self.tree.longest(data, shortest)
 
     def candidates(self, spot: SuffixMatch, floor: float = 0.0) -> list[Candidate]:
-        """The tokens that have followed, scored by their counts."""
+        """Return the tokens that followed a match, scored by their counts."""
         with self._lock:
             return [one for one in self.tree.candidates(spot) if one.score >= floor]
 
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the outputs, least recently used first, in one step: a crash leaves the file as it was or complete.
+        """Write the outputs to a file, least recently used first. A crash leaves the old file or the new one.
 
-        Raises: DatastoreError when the file cannot be written.
+        Raises: DatastoreError if the file cannot be written.
         """
         path = Path(path).expanduser()
         with self._lock:
@@ -135,10 +137,10 @@ class OutputHistory:
             ) from None
 
     def load(self, path: str | Path, vocab_size: int | None = None) -> None:
-        """Take in the outputs of a file after those that are known.
+        """Add the outputs of a file after the stored ones.
 
         Args:
-          vocab_size: of the target that will be drafted for, where it is known: larger ids are refused.
+          vocab_size: vocabulary size of the target, or None if unknown. Larger ids are refused.
 
         Raises: DatastoreError for a file that is missing, damaged or not a history; TokenizerMismatchError.
         """
@@ -148,7 +150,7 @@ class OutputHistory:
                 tokens, ends = file["tokens"].tolist(), file["ends"].tolist()
         except FileNotFoundError:
             raise DatastoreError(f"the history {path} does not exist; check the path") from None
-        except Exception as error:  # zipfile, numpy and the operating system each have their own
+        except Exception as error:  # zipfile, numpy and the operating system raise different types
             raise DatastoreError(
                 f"the history {path} is damaged or not a history ({described(error)}); delete it"
             ) from None
@@ -158,7 +160,8 @@ class OutputHistory:
             raise DatastoreError(f"the history {path} is damaged (its lengths do not add up); delete it")
         if tokens and vocab_size is not None and max(tokens) >= vocab_size:
             raise TokenizerMismatchError(
-                f"the history {path} holds the token {max(tokens)}, and the target has {vocab_size}; use another file"
+                f"the history {path} contains token {max(tokens)}, but the vocabulary of the target has {vocab_size} "
+                "tokens; use another file"
             )
         if fingerprint != self.fingerprint:
             raise TokenizerMismatchError(

@@ -1,4 +1,4 @@
-"""The manifest of a datastore, and the checks that it is complete and belongs to the tokenizer."""
+"""The manifest of a datastore, and checks that its files are complete and belong to the tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written."""
+    """Name, size and checksum of a file."""
 
     name: str
     num_bytes: int
@@ -33,7 +33,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One shard: two files, and how much they hold."""
+    """One shard: its two files, and the numbers of tokens and documents in them."""
 
     tokens: FileRecord
     index: FileRecord
@@ -46,12 +46,12 @@ class DatastoreManifest:
     """A finished datastore.
 
     Args:
-      vocab_size: ids are smaller.
+      vocab_size: vocabulary size; all ids are smaller.
       width: bytes per id.
-      fingerprint: of the tokenizer that made the ids.
-      tokenizer: how it was called.
-      shards: oldest first.
-      sources: the files that were read, with their bytes.
+      fingerprint: fingerprint of the tokenizer that made the ids.
+      tokenizer: name of that tokenizer.
+      shards: records of the shards, oldest first.
+      sources: paths and sizes in bytes of the files that were read.
     """
 
     vocab_size: int
@@ -74,16 +74,19 @@ class DatastoreManifest:
         return sum(shard.tokens.num_bytes + shard.index.num_bytes for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest in one step: readers see the old one or the new one."""
+        """Replace the manifest atomically: readers see the old one or the new one."""
         write_json(folder / MANIFEST, {"format": FORMAT, "version": VERSION, **asdict(self)})
 
     @classmethod
     def read(cls, folder: Path) -> DatastoreManifest:
-        """Raises: DatastoreError when there is none, or it was not written by foredraft."""
+        """Read the manifest of a datastore. Raises DatastoreError if there is none, or if foredraft did not write
+        it."""
         path = folder / MANIFEST
         if not path.is_file():
             unfinished = "an unfinished build" if (folder / "build.json").exists() else "no datastore"
-            raise DatastoreError(f"{folder} holds {unfinished} ({MANIFEST} is missing); run foredraft datastore build")
+            raise DatastoreError(
+                f"{folder} contains {unfinished} ({MANIFEST} is missing); run foredraft datastore build"
+            )
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             kind, version = data.pop("format", None), data.pop("version", None)
@@ -98,7 +101,7 @@ class DatastoreManifest:
             raise DatastoreError(f"{path} is damaged ({described(error)}); copy it again") from None
 
     def check_files(self, folder: Path, *, checksums: bool = True) -> None:
-        """Raises: DatastoreError for the first file that is missing, truncated or changed."""
+        """Raise DatastoreError for the first file that is missing, truncated or changed."""
         for record in (file for shard in self.shards for file in (shard.tokens, shard.index)):
             path = folder / record.name
             if not path.is_file():
@@ -106,34 +109,34 @@ class DatastoreManifest:
             size = path.stat().st_size
             if size != record.num_bytes:
                 raise DatastoreError(
-                    f"{path} has {size} bytes instead of {record.num_bytes}: truncated or foreign; copy it again"
+                    f"{path} has {size} bytes instead of {record.num_bytes}: truncated or replaced; copy it again"
                 )
             if checksums and sha256_of(path) != record.sha256:
                 raise DatastoreError(f"{path} is damaged (its checksum differs); copy it again")
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None) -> None:
-        """Raises: TokenizerMismatchError unless the ids mean the same to the model that will read them."""
+        """Raise TokenizerMismatchError if ids mean something else to the model that will use the datastore."""
         if tokenizer is not None and fingerprint_of(tokenizer) != self.fingerprint:
             raise TokenizerMismatchError(
                 f"the datastore was built with the tokenizer of {self.tokenizer} (fingerprint "
-                f"{self.fingerprint[:12]}), the model's has {fingerprint_of(tokenizer)[:12]}; build one with "
-                "foredraft datastore build --tokenizer MODEL"
+                f"{self.fingerprint[:12]}), but the tokenizer of the model has {fingerprint_of(tokenizer)[:12]}; build "
+                "one with foredraft datastore build --tokenizer MODEL"
             )
         if vocab_size is not None and self.vocab_size > vocab_size:
             raise TokenizerMismatchError(
-                f"the datastore holds ids up to {self.vocab_size - 1}, the model has {vocab_size}; build one with the "
-                "model's tokenizer"
+                f"the datastore contains ids up to {self.vocab_size - 1}, but the vocabulary of the model has "
+                f"{vocab_size} tokens; build one with the model's tokenizer"
             )
 
 
 def shard_record(data: dict[str, Any]) -> ShardRecord:
-    """From plain data."""
+    """Return the record of a shard from plain data."""
     files = {name: FileRecord(**data[name]) for name in ("tokens", "index")}
     return ShardRecord(**files, num_tokens=data["num_tokens"], num_documents=data["num_documents"])
 
 
 def fingerprint_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of the vocabulary: two tokenizers with the same one give every id the same text."""
+    """Return a digest of the vocabulary. Tokenizers with equal digests map every id to the same text."""
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}\0{token}\0".encode())
@@ -141,7 +144,7 @@ def fingerprint_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write beside the file, then rename: a crash leaves the old content or the new, never half of it."""
+    """Write to a temporary file and rename it, so that a crash leaves the old content or the new."""
     beside = path.with_name(path.name + ".partial")
     with beside.open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
@@ -152,7 +155,7 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a DatastoreError that says what to do."""
+    """Convert errors of the operating system to DatastoreError with a remedy."""
     try:
         yield
     except DatastoreError:
@@ -160,5 +163,5 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "choose a directory that you may write to"
         if is_no_room(error):
-            remedy = "make room and run the same command again; it goes on where it stopped"
+            remedy = "make room and run the same command again; it continues where it stopped"
         raise DatastoreError(f"{folder} cannot be written: {error.strerror or error}; {remedy}") from None

@@ -16,7 +16,8 @@ from foredraft.errors import DatastoreError
 from foredraft.extras import install_command
 
 PADDING = 64
-"""Separators after the last token, so that a continuation may be read past the end. Also the longest continuation."""
+"""Number of separators after the last token, so that a continuation can be read past the end. Also the length of the
+longest continuation."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -24,13 +25,13 @@ _LANDMARK_BYTES = 8
 _LEAST_STRIDE = 16
 _MAX_LANDMARKS = 1 << 18
 BYTES_PER_TOKEN_BYTE = 5
-"""Memory while sorting: a byte of text costs itself and a 32-bit position."""
+"""Memory for sorting, per byte of token ids: the byte itself and a 32-bit position."""
 _PIECE = 1 << 22
 _INT32_MAX = 2**31 - 1
 
 
 def width_of(vocab_size: int) -> int:
-    """Bytes per token: the fewest that leave the largest id free, which separates documents."""
+    """Return the bytes per token: the smallest number that leaves the largest id free as separator of documents."""
     width = 1
     while vocab_size >= 256**width:
         width += 1
@@ -38,13 +39,13 @@ def width_of(vocab_size: int) -> int:
 
 
 def encode(ids: npt.NDArray[np.integer] | Sequence[int], width: int) -> bytes:
-    """Token ids as big-endian bytes, which compare like the ids themselves."""
+    """Return token ids as big-endian bytes, which sort like the ids."""
     wide = np.asarray(ids, dtype=">u4").reshape(-1, 1).view(np.uint8)
     return wide[:, 4 - width :].tobytes()
 
 
 def decode(data: npt.NDArray[np.uint8], width: int) -> Ids:
-    """The ids of bytes of shape (..., num_tokens * width)."""
+    """Return the ids of bytes of shape (..., num_tokens * width)."""
     if width == 2:
         return data.view(">u2").astype(np.int64)
     pieces = data.reshape(*data.shape[:-1], -1, width)
@@ -55,18 +56,18 @@ def decode(data: npt.NDArray[np.uint8], width: int) -> Ids:
 
 
 class Shard:
-    """A searchable piece of a datastore.
+    """A searchable part of a datastore.
 
     Occurrences of a context are ranges of suffixes in sorted order.
 
     Args:
-      tokens: file of ids, ``width`` bytes each, every document followed by a separator, then `PADDING` separators.
-      index: file of little-endian 32-bit positions, in the order of the suffixes that begin there.
-      num_tokens: of the index, separators included.
+      tokens: file of ids, ``width`` bytes each. A separator follows every document, and `PADDING` separators the last.
+      index: file of little-endian 32-bit positions, sorted by the suffixes that begin there.
+      num_tokens: number of tokens in the index, separators included.
       width: bytes per token.
 
-    Cost: a search bisects sampled beginnings in memory (at most 4 MiB, read at the first search), then makes some ten
-    probes of the files, each two random reads, for any number of tokens up to 2^28.
+    Cost: a search bisects sampled prefixes in memory (at most 4 MiB, read at the first search), then makes about ten
+    probes of the files, each with two random reads, for up to 2^28 tokens.
     """
 
     def __init__(self, tokens: Path, index: Path, num_tokens: int, width: int) -> None:
@@ -83,13 +84,13 @@ class Shard:
 
     @cached_property
     def _landmarks(self) -> memoryview:
-        """The first 8 bytes of every ``_stride``-th suffix as big-endian numbers, ascending."""
+        """First 8 bytes of every ``_stride``-th suffix as big-endian numbers, in ascending order."""
         places = self._positions[:: self._stride].astype(np.int64)
         numbers = self._windows(_LANDMARK_BYTES)[places].view(">u8").astype(np.uint64)
         return memoryview(numbers.data)
 
     def _windows(self, num_bytes: int) -> npt.NDArray[np.void]:
-        """The text from every token on, as records of ``num_bytes``; (num_tokens,) views of the file."""
+        """Return the ``num_bytes`` bytes from every token on, as records (num_tokens,) that are views of the file."""
         windows = self._windows_of.get(num_bytes)
         if windows is None:
             windows = self._windows_of[num_bytes] = np.ndarray(
@@ -101,17 +102,17 @@ class Shard:
         return windows
 
     def _lower(self, pattern: bytes) -> int:
-        """Number of suffixes that are smaller than ``pattern``."""
+        """Return the number of suffixes that are smaller than ``pattern``."""
         landmarks, stride, size = self._landmarks, self._stride, len(pattern)
         begin = int.from_bytes(pattern[:_LANDMARK_BYTES].ljust(_LANDMARK_BYTES, b"\0"), "big")
         block = above = bisect_left(landmarks, begin)
-        if size > _LANDMARK_BYTES:  # landmarks that begin like the pattern may be smaller
+        if size > _LANDMARK_BYTES:  # a landmark with the same first bytes may still be smaller
             above = bisect_right(landmarks, begin, block)
         low, high = max(0, (block - 1) * stride + 1), min(above * stride, self.num_tokens)
         return self._bisected(pattern, low, high)
 
     def _bisected(self, pattern: bytes, low: int, high: int) -> int:
-        """The first suffix from ``low`` to ``high`` that is not smaller than ``pattern``."""
+        """Return the first suffix from ``low`` to ``high`` that is not smaller than ``pattern``."""
         text, order, width, size = self._text, self._order, self.width, len(pattern)
         while low < high:
             middle = (low + high) >> 1
@@ -123,27 +124,27 @@ class Shard:
         return low
 
     def _lowest(self, context: bytes) -> int | None:
-        """The first suffix that begins with ``context`` and goes on in its document; None when there is none."""
+        """Return the first suffix that begins with ``context`` and continues in its document; None if there is none."""
         low = self._lower(context)
         if low == self.num_tokens:
             return None
         place, size = self._order[low] * self.width, len(context)
         found = self._text[place : place + size + self.width]
-        # separators sort last: the first one goes on if any does
+        # separators sort last, so if any occurrence continues, the first one does
         return low if found.startswith(context) and not found.endswith(self._separator_bytes) else None
 
     def find(self, context: bytes) -> range:
-        """All occurrences of ``context`` (token bytes) with a next token in the same document."""
+        """Return all occurrences of ``context`` (token bytes) with a next token in the same document."""
         low = self._lowest(context)
         return range(0) if low is None else self._from(low, context)
 
     def _from(self, low: int, context: bytes) -> range:
-        """The occurrences from the first one on."""
+        """Return the occurrences of ``context`` from the first one on."""
         beyond = context + self._separator_bytes
         if len(beyond) <= _LANDMARK_BYTES:
             return range(low, self._lower(beyond))
         text, order, width, size = self._text, self._order, self.width, len(beyond)
-        step = 1  # a search in growing steps, for most long contexts are rare
+        step = 1  # a search in growing steps, because most long contexts are rare
         while low + step < self.num_tokens:
             place = order[low + step] * width
             if text[place : place + size] >= beyond:
@@ -152,11 +153,12 @@ class Shard:
         return range(low, self._bisected(beyond, low + step // 2, min(low + step, self.num_tokens)))
 
     def longest(self, context: bytes, shortest: int, longest: int) -> tuple[int, range]:
-        """The longest end of ``context``, from ``shortest`` to ``longest`` tokens, that occurs, with its occurrences.
+        """Return the longest suffix of ``context``, from ``shortest`` to ``longest`` tokens, that occurs, with its
+        occurrences.
 
-        A context occurs only where its own ends occur too, so the length is found by bisection.
+        If a context occurs, its suffixes occur as well, so the length is found by bisection.
 
-        Returns: 0 and an empty range when not even the shortest occurs.
+        Returns: length in tokens and occurrences; 0 and an empty range if not even the shortest suffix occurs.
         """
         best, found = 0, -1
         low, high = shortest, min(longest, len(context) // self.width)
@@ -172,7 +174,7 @@ class Shard:
         return best, self._from(found, context[len(context) - best * self.width :])
 
     def positions(self, hits: range, limit: int) -> Ids:
-        """Positions of occurrences; of more than ``limit``, that many at equal distances in sorted order."""
+        """Return the positions of occurrences; if more than ``limit``, a sample at equal distances in sorted order."""
         count = len(hits)
         if count <= limit:
             return self._positions[hits.start : hits.stop].astype(np.int64)
@@ -180,11 +182,11 @@ class Shard:
         return self._positions[ranks].astype(np.int64)
 
     def continuations(self, positions: Ids, depth: int) -> npt.NDArray[np.void]:
-        """The bytes of the ``depth`` tokens from each position on: (num_positions,)."""
+        """Return the bytes of the ``depth`` tokens from each position on, (num_positions,)."""
         return self._windows(depth * self.width)[positions]
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._order.release()
         self._windows_of.clear()
         self.__dict__.pop("_landmarks", None)
@@ -197,18 +199,18 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def tokens_within(memory_bytes: int, width: int) -> int:
-    """Number of tokens that can be sorted in this much memory; never more than 32-bit positions can name."""
+    """Return the number of tokens that can be sorted in this much memory, at most what 32-bit positions can address."""
     return min(memory_bytes // (BYTES_PER_TOKEN_BYTE * width), _INT32_MAX // width) - 1
 
 
 def write_suffix_array(tokens: Path, num_tokens: int, width: int, out: BinaryIO) -> None:
-    """Sort the suffixes of a file of big-endian ids; positions go to ``out`` as little-endian 32-bit numbers.
+    """Sort the suffixes of a file of big-endian ids, and write positions to ``out`` as little-endian 32-bit numbers.
 
-    Bytes are sorted by libdivsufsort (Mori; O(n log n) in the worst case, linear extra work in practice) and the
-    positions that lie between tokens are left out: big-endian ids compare like their bytes.
+    Bytes are sorted by libdivsufsort (Mori; O(n log n) in the worst case, linear in practice). Positions inside a token
+    are dropped. The result is right because big-endian ids sort like their bytes.
 
-    Memory: 5 bytes per byte of text, which is what `tokens_within` counts.
-    Raises: DatastoreError when the library or the memory is missing.
+    Memory: 5 bytes per byte of token ids, the same as in `tokens_within`.
+    Raises: DatastoreError if the library is missing, or the memory is too small.
     """
     size = num_tokens * width
     text = np.fromfile(tokens, dtype=np.uint8, count=size)
@@ -216,8 +218,8 @@ def write_suffix_array(tokens: Path, num_tokens: int, width: int, out: BinaryIO)
         positions = _sorter()(text)
     except MemoryError:
         raise DatastoreError(
-            f"sorting {num_tokens} tokens takes {BYTES_PER_TOKEN_BYTE * size >> 20} MiB of memory, which this machine "
-            "does not have now; give a smaller --memory"
+            f"sorting {num_tokens} tokens needs {BYTES_PER_TOKEN_BYTE * size >> 20} MiB of memory, more than is free "
+            "on this machine; use a smaller --memory"
         ) from None
     del text
     for start in range(0, size, _PIECE):
@@ -233,8 +235,8 @@ def _sorter() -> Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.int32]]:
     except ImportError as error:
         raise DatastoreError(
             f"building a datastore needs the package pydivsufsort ({error}); install it with: "
-            f"{install_command('datastore')}. Using a "
-            "datastore that exists does not"
+            f"{install_command('datastore')}. Using an "
+            "existing datastore does not need it"
         ) from None
     sort: Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.int32]] = divsufsort
     return sort

@@ -1,4 +1,4 @@
-"""Strings of tokens as a suffix tree with counts: what has followed a string, and how often."""
+"""Strings of tokens as a suffix tree with counts of their continuations."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 from foredraft.retrieval.growth import ESCAPE, Candidate
 
 WIDTH = 4
-"""Bytes per token in labels: big-endian, so that slices are cheap and equality is memcmp."""
+"""Bytes per token in labels. Big-endian bytes make slices cheap, and comparison is memcmp."""
 
 
 class Node:
-    """A string of the tree, from the end of its parent's on.
+    """A node of the tree. Its string is that of its parent followed by its label.
 
     Args:
-      label: what it adds to its parent's string, at least one token.
-      count: how many of the inserted windows begin with its string.
-      recent: number of the last insertion that passed here.
-      owner: key of the output that passed here last.
+      label: bytes of at least one token.
+      count: number of inserted windows that begin with its string.
+      recent: number of the last insertion through this node.
+      owner: key of the last output inserted through this node.
     """
 
     __slots__ = ("children", "count", "label", "owner", "recent")
@@ -31,9 +31,9 @@ class Node:
 
 
 class SuffixMatch(NamedTuple):
-    """A place in the tree: ``offset`` bytes into the label of ``node``; its string; the score of the path to it.
+    """A position in the tree: ``offset`` bytes into the label of ``node``, with its string and the score of its path.
 
-    It holds as long as the tree has not changed since ``version``; after that, its string is looked up again.
+    It is valid as long as the tree has the same ``version``; after that its string is looked up again.
     """
 
     node: Node
@@ -44,14 +44,14 @@ class SuffixMatch(NamedTuple):
 
 
 class SuffixTree:
-    """Counts strings, each with all its beginnings. Not for several threads at once."""
+    """Counts of strings and all their prefixes. Not thread-safe."""
 
     def __init__(self) -> None:
         self.root = Node(b"", 0, 0, -1)
         self.version = 0
 
     def insert(self, window: bytes, key: int) -> None:
-        """Count a string and all its beginnings; ``key`` is the number of its output, none below those before."""
+        """Count a string and all its prefixes. ``key`` is the number of its output, never below earlier ones."""
         node, place, self.version = self.root, 0, key + 1
         node.count += 1
         while place < len(window):
@@ -84,7 +84,7 @@ class SuffixTree:
             _merge_only_child(node)
 
     def candidates(self, spot: SuffixMatch) -> list[Candidate]:
-        """The tokens that have followed, scored by their counts."""
+        """Return the tokens that followed a match, scored by their counts."""
         found = spot if spot.version == self.version else self._walk(spot.string, spot.score)
         return [] if found is None else self._candidates(found)
 
@@ -112,9 +112,9 @@ class SuffixTree:
         ]
 
     def longest(self, data: bytes, shortest: int, score: float = 1.0) -> SuffixMatch | None:
-        """The longest end of a string that was followed by something; None without one.
+        """Return the longest suffix of a string that has a continuation; None if there is none.
 
-        By bisection: what follows a string follows its ends too.
+        If a string has a continuation, its suffixes have it as well, so the length is found by bisection.
         """
         best: SuffixMatch | None = None
         low, high = shortest, len(data) // WIDTH
@@ -128,7 +128,7 @@ class SuffixTree:
         return best
 
     def _walk(self, string: bytes, score: float) -> SuffixMatch | None:
-        """End of a string in the tree; None where it does not occur, or nothing follows it."""
+        """Return the end of a string in the tree; None if it does not occur, or has no continuation."""
         node, place = self.root, 0
         while True:
             child = node.children.get(string[place : place + WIDTH])
@@ -150,7 +150,7 @@ class SuffixTree:
 
 
 def _common(first: bytes, second: bytes) -> int:
-    """Bytes of whole tokens in the common prefix of two strings."""
+    """Return the length in bytes of the common prefix of two strings, in whole tokens."""
     place = 0
     while first[place : place + WIDTH] == second[place : place + WIDTH] != b"":
         place += WIDTH
@@ -158,7 +158,7 @@ def _common(first: bytes, second: bytes) -> int:
 
 
 def _split(parent: Node, first: bytes, child: Node, size: int) -> Node:
-    """Cut a label after ``size`` bytes; the upper part becomes a node."""
+    """Cut a label after ``size`` bytes. The first part becomes a new node above, which is returned."""
     upper = Node(child.label[:size], child.count, child.recent, child.owner)
     child.label = child.label[size:]
     upper.children[child.label[:WIDTH]] = child
@@ -167,7 +167,7 @@ def _split(parent: Node, first: bytes, child: Node, size: int) -> Node:
 
 
 def _merge_only_child(node: Node) -> None:
-    """Undo a split that nothing needs any more: one child, and no window that ends here."""
+    """Undo a split that is no longer needed: the node has one child, and no window ends at the node."""
     if len(node.children) == 1:
         (child,) = node.children.values()
         if child.count == node.count:

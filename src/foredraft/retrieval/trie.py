@@ -1,4 +1,4 @@
-"""Continuations of many occurrences as a trie, of which only the best nodes are ever built."""
+"""Continuations of many occurrences as a trie of which only the best nodes are built."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from foredraft.tree import DraftTree
 Ids = npt.NDArray[np.int64]
 
 _UNIT = 64
-_SURPLUS = 8  # candidates per wanted node where a limit of branches will drop some
+_SURPLUS = 8  # candidates per wanted node if the limit of branches will drop some
 
 
 _Node = tuple[int, int, int, int, float]
-"""A node of the trie: its place in the flattened (depth, rows), that of the node above, level, token and weight."""
+"""A node of the trie: its index in the flattened (depth, rows), that of its parent, level, token and weight."""
 
 
 class ContinuationTrie:
     """The continuations of a context, with counts.
 
-    A node is a run of rows that share their first tokens. No child counts more than its parent, so the best n nodes
-    of the trie are a tree, and best-first expansion is one selection over all nodes.
+    A node is a run of rows with the same first tokens. No child counts more than its parent, so the best n nodes of the
+    trie are a tree, and best-first expansion is one selection over all nodes.
 
     Args:
       rows: (M,) records of the bytes of D tokens, big-endian.
-      positions: (M,) where the rows stand in the datastore: larger is more recent.
-      weights: (M,) how much a row counts, a multiple of 1 / 64; None for 1 each.
-      width: bytes per token. The largest id ends a document; it and what follows are not part of a continuation.
-      is_sorted: the rows are in lexicographic order.
-      escape: weight of the unknown: a token that followed n of m times scores n / (m + escape).
+      positions: (M,) positions of the rows in the datastore; larger is more recent.
+      weights: (M,) weight of every row, a multiple of 1 / 64; None for 1 each.
+      width: bytes per token. The largest id ends a document; it and the ids after it are not part of a continuation.
+      is_sorted: True if the rows are in lexicographic order.
+      escape: weight of unseen tokens. A token that followed n of m times has the score n / (m + escape).
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class ContinuationTrie:
         escape: float = 0.0,
     ) -> None:
         if not is_sorted:
-            order = rows.view(f"S{rows.itemsize}").argsort(kind="stable")  # merges what is sorted in pieces
+            order = rows.view(f"S{rows.itemsize}").argsort(kind="stable")  # stable sorting merges sorted parts
             rows, positions = rows[order], positions[order]
             weights = None if weights is None else weights[order]
         self._columns = _columns(rows, width)
         self._positions, self._weights = positions, weights
         self._separator = 256**width - 1
-        self._has_ends = b"\xff" * width in rows.tobytes()  # or two ids look like it together
+        self._has_ends = b"\xff" * width in rows.tobytes()  # may be a false alarm across two ids
         self._is_swapped = width == 2 and sys.byteorder == "little"
         self._total = (len(rows) if weights is None else float(weights.sum())) + escape
         self._escape = escape
 
     def share(self, score: float) -> float:
-        """The share of the occurrences that a score stands for; the escape is left out, so all of them are 1."""
+        """Return the share of the occurrences that belongs to a score, without the escape weight."""
         return score * self._total / (self._total - self._escape)
 
     def tree(self, pending: int, shape: TreeLimits, name: str = "") -> DraftTree:
-        """The heaviest nodes within the limits of ``shape``; equal weights by recency, parents first."""
+        """Return the heaviest nodes within the limits of ``shape``: equal weights by recency, parents first."""
         max_nodes, max_depth, max_branches, min_score = shape
         wanted = max_nodes - 1
         if max_branches < wanted:
@@ -88,7 +88,7 @@ class ContinuationTrie:
         return DraftTree(tuple(tokens), tuple(parents), scores=tuple(scores), source=name)
 
     def _heaviest(self, count: int, max_depth: int) -> Iterable[_Node]:
-        """The ``count`` best nodes, best first."""
+        """Return the ``count`` best nodes, best first."""
         columns = self._columns[:max_depth]
         depth, num_rows = columns.shape
         if depth == 0:
@@ -106,7 +106,7 @@ class ContinuationTrie:
         recency = self._most_recent(keys - levels * num_rows, ends[best] - levels * num_rows)
         order = _best(weights, recency * PADDING - levels, count)  # parents before their children
         keys, weights, levels = keys[order], weights[order], levels[order]
-        above = starts[starts.searchsorted(keys - num_rows, "right") - 1]  # of the first level: any
+        above = starts[starts.searchsorted(keys - num_rows, "right") - 1]  # arbitrary for nodes of the first level
         tokens = columns.ravel()[keys]
         if self._is_swapped:
             tokens = tokens.byteswap()
@@ -114,7 +114,7 @@ class ContinuationTrie:
         return zip(*(column.tolist() for column in found), strict=True)
 
     def _weights_from(self, starts: Ids, ends: Ids, depth: int) -> Ids:
-        """Weights of the runs of flat places of (depth, M), in units of 1 / 64; together they are all places."""
+        """Return the weights of runs of the flattened (depth, M), in units of 1 / 64. The runs cover everything."""
         if self._weights is None:
             counts: Ids = (ends - starts) * _UNIT
             return counts
@@ -123,7 +123,7 @@ class ContinuationTrie:
         return sums
 
     def _most_recent(self, starts: Ids, ends: Ids) -> Ids:
-        """The latest position in every run of rows."""
+        """Return the latest position in every run of rows."""
         bounds = np.empty(2 * len(starts), np.int64)
         bounds[::2], bounds[1::2] = starts, ends
         latest: Ids = np.maximum.reduceat(np.append(self._positions, 0), bounds)[::2]
@@ -131,22 +131,22 @@ class ContinuationTrie:
 
 
 def _is_start(columns: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-    """Beginnings of nodes, (D, M): rows that differ from the one before in this token or an earlier one."""
+    """Return where nodes begin, (D, M): rows that differ from the previous one in this token or an earlier one."""
     is_start = np.ones(columns.shape, np.bool_)
     np.logical_or.accumulate(columns[:, 1:] != columns[:, :-1], axis=0, out=is_start[:, 1:])
     return is_start
 
 
 def _largest(weights: Ids, count: int) -> Ids:
-    """Indices of the positive weights that are no smaller than the ``count``-th largest one."""
+    """Return the indices of the positive weights that are not smaller than the ``count``-th largest one."""
     least = max(1, int(np.sort(weights)[-count])) if count < len(weights) else 1
     return np.flatnonzero(weights >= least)
 
 
 def _best(weights: Ids, recency: Ids, count: int) -> Ids:
-    """Indices of the ``count`` heaviest, equal ones by recency, best first.
+    """Return the indices of the ``count`` heaviest nodes, equal ones by recency, best first.
 
-    No two recencies are equal, and weights are as `_largest` leaves them: what is too much is of the smallest weight.
+    Recencies are all different. Weights are those of `_largest`, so only nodes of the smallest weight can be in excess.
     """
     surplus = len(weights) - count
     if surplus <= 0:
@@ -157,16 +157,16 @@ def _best(weights: Ids, recency: Ids, count: int) -> Ids:
 
 
 def _columns(rows: npt.NDArray[np.void], width: int) -> npt.NDArray[np.integer[Any]]:
-    """(M,) records as (D, M) ids to be compared for equality; of two bytes in the order of the file."""
+    """Return (M,) records as (D, M) ids for comparison. Two-byte ids keep the byte order of the file."""
     data = rows.view(np.uint8).reshape(len(rows), -1)
     ids = data if width == 1 else data.view(np.uint16) if width == 2 else decode(data, width)
     return np.ascontiguousarray(ids.T)
 
 
 def candidates_of(tree: DraftTree) -> Candidates:
-    """A grown tree as a source of candidates, to be merged with others; its places are nodes.
+    """Return a grown tree as a source of candidates, to be merged with others. Its places are nodes.
 
-    They are in the order of the tree's nodes, which is that of their scores.
+    Candidates are in the order of the tree's nodes, which is that of their scores.
     """
     scores = tree.scores or (0.0,) * len(tree)
     found = [Candidate(scores[node], len(tree) - node, tree.tokens[node], node) for node in range(len(tree))]

@@ -1,7 +1,7 @@
-"""The checks that a drafter has to pass, and the small models to run them on.
+"""The checks that every drafter has to pass, and small models to run them on.
 
-`check_drafter` is to drafters what scikit-learn's ``check_estimator`` is to estimators: a new method that
-passes it may be used under every sampling setting, batch and length.
+`check_drafter` corresponds to scikit-learn's ``check_estimator``: a drafter that passes it can be used with every
+sampling setting, batch and draft length.
 """
 
 from __future__ import annotations

@@ -42,15 +42,15 @@ class Trace:
 
 @dataclass
 class Shown:
-    """The evidence of `check_drafter`. As text, a sentence for people.
+    """The evidence that `check_drafter` collects. ``str`` returns it as a sentence.
 
     Attributes:
       name: name of the drafter.
-      num_runs, num_rows: decoded with the drafter, and compared with plain decoding.
-      num_governed_rows: rows among these whose drafts a governor deepened and cut.
-      num_chains, num_trees: drafts that were proposed, empty ones left out.
-      deepest: tokens on the longest path of a draft.
-      num_drafted, num_accepted: tokens of these drafts, and how many of them the target accepted.
+      num_runs, num_rows: numbers of runs and rows that were decoded with the drafter and compared with plain decoding.
+      num_governed_rows: number of these rows whose drafts were deepened and cut by a governor.
+      num_chains, num_trees: numbers of proposed chains and trees, without empty drafts.
+      deepest: number of tokens on the longest path of any draft.
+      num_drafted, num_accepted: number of drafted tokens, and number of those that the target accepted.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Shown:
     def __str__(self) -> str:
         runs = f"{self.name}: {self.num_rows} rows in {self.num_runs} runs, {self.num_governed_rows} of them governed"
         if not self.num_drafted:
-            return f"{runs}; it drafted nothing, so nothing is shown of its drafts"
+            return f"{runs}. It drafted nothing, so its drafts were not tested."
         return (
-            f"{runs}, kept the tokens of plain decoding and the contract; {self.num_drafted} tokens drafted in "
-            f"{self.num_chains} chains and {self.num_trees} trees, up to {self.deepest} deep, {self.num_accepted} "
-            "accepted; no state outlived its rows"
+            f"{runs}. The tokens equal those of plain decoding, and the drafter keeps its contract. "
+            f"{self.num_drafted} tokens were drafted in {self.num_chains} chains and {self.num_trees} trees, up to "
+            f"{self.deepest} deep, and {self.num_accepted} were accepted. No state outlived its rows."
         )
 
     def add_drafts(self, trees: Sequence[DraftTree]) -> None:
-        """Count proposals."""
+        """Count proposed drafts."""
         for tree in trees:
             if len(tree) > 1:
                 self.num_drafted += tree.num_draft_tokens
@@ -83,7 +83,7 @@ class Shown:
                 self.num_trees += not tree.is_chain
 
     def add_run(self, rows: Sequence[Row], *, is_governed: bool) -> None:
-        """Count the rows of a run that has ended."""
+        """Count the rows of a finished run."""
         self.num_runs += 1
         self.num_rows += len(rows)
         self.num_governed_rows += len(rows) if is_governed else 0
@@ -91,12 +91,13 @@ class Shown:
 
 
 class _Watched(WrappingDrafter):
-    """Passes everything on, and checks the contract between engine and drafter on the way.
+    """A wrapper that forwards every call to a drafter and checks the contract between engine and drafter.
 
-    Its state of a row is the last chunk of its prompt.
+    Its state of a row is the last prompt chunk.
 
     Args:
-      shown: counts what is drafted; may be that of other drafters, too.
+      drafter: the drafter under test.
+      shown: counts of drafts; several drafters may share one object.
     """
 
     def __init__(self, drafter: Drafter, shown: Shown | None = None) -> None:
@@ -119,9 +120,12 @@ class _Watched(WrappingDrafter):
             known = before.start + before.num_tokens if before else 0 if begins_anew else chunk.start
             require(
                 chunk.start == known or not self._reads_prompts,
-                f"start: row {row.id} goes on at {chunk.start}, but {known} tokens are read",
+                f"start: the next chunk of row {row.id} begins at {chunk.start}, but {known} tokens have been read",
             )
-            require(self._reads_prompts or chunk.is_last, f"{self.name} reads prompts and wants nothing of them")
+            require(
+                self._reads_prompts or chunk.is_last,
+                f"{self.name} got a partial prompt chunk, but does not need the features of prompts",
+            )
             row.state[self] = PromptChunk(chunk.start, chunk.num_tokens, is_last=chunk.is_last)
         super().start(rows, chunks)
 
@@ -131,14 +135,14 @@ class _Watched(WrappingDrafter):
         require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")
         for row, tokens, budget, tree in zip(rows, before, budgets, trees, strict=True):
             has_started = self in row.state and row.state[self].is_last
-            require(has_started, f"propose before start for row {row.id}")
+            require(has_started, f"propose was called before start for row {row.id}")
             require(row.token_ids == tokens, f"{self.name} changed the tokens of row {row.id}")
             require(
                 tree.tokens[0] == tokens[-1],
-                f"{self.name}: the draft's root is {tree.tokens[0]}, pending is {tokens[-1]}",
+                f"{self.name}: the root of the draft is token {tree.tokens[0]}, not the pending token {tokens[-1]}",
             )
             require(
-                tree.depth <= max(budget, 0), f"{self.name} drafted {tree.depth} tokens deep, the budget is {budget}"
+                tree.depth <= max(budget, 0), f"{self.name} drafted {tree.depth} tokens deep; the limit is {budget}"
             )
         self.shown.add_drafts(trees)
         return trees
@@ -146,14 +150,16 @@ class _Watched(WrappingDrafter):
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
             ends_well = tuple(row.token_ids[-len(result.emitted) :]) == result.emitted
-            require(ends_well, f"observe: row {row.id} does not end with what was emitted, {result.emitted}")
+            require(ends_well, f"observe: row {row.id} does not end with the emitted tokens {result.emitted}")
             path = [result.tree.tokens[node] for node in result.path[1:]]
-            require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
+            require(
+                path == list(result.emitted[: len(path)]), "observe: the accepted path differs from the emitted tokens"
+            )
         self.drafter.observe(rows, results)
 
 
 def require(holds: bool, message: str) -> None:
-    """Raises: AssertionError with the message, also under ``python -O``."""
+    """Raise AssertionError with the message unless the condition holds, even under ``python -O``."""
     if not holds:
         raise AssertionError(message)
 
@@ -168,14 +174,15 @@ def decode(
     abort: str | None = None,
     governor: Governor | None = None,
 ) -> Trace:
-    """Run requests to their end, checking the invariants of engine, cache and drafter after every step.
+    """Run requests to their end, and check the invariants of engine, cache and drafter after every step.
 
     Args:
-      requests: prompt and parameters each; request i is called ``str(i)``, its sample j ``"i.j"`` in the trace.
-      abort: a request to be aborted as soon as it has any output.
-      governor: governor of the engine; None drafts as much as is allowed.
-    Raises: AssertionError when a step makes more than one target forward, or leaves a cache that does not hold
-      exactly the tokens before the pending one.
+      requests: pairs of a prompt and its parameters. Request i is called ``str(i)``, and its sample j ``"i.j"`` in the
+        trace.
+      abort: name of a request to abort as soon as it has any output.
+      governor: governor of the engine; with None, drafts are as long as allowed.
+    Raises: AssertionError if a step makes more than one target forward, or if the cache does not contain exactly the
+      tokens before the pending one.
     """
     watched = drafter if isinstance(drafter, _Watched) else _Watched(drafter)
     engine = Engine(target, watched, config, eos_token_ids=eos_token_ids, governor=governor)
@@ -189,13 +196,16 @@ def decode(
         before = target.num_forwards
         engine.step()
         num_steps += 1
-        require(target.num_forwards - before == 1, f"step {num_steps} made {target.num_forwards - before} forwards")
+        require(
+            target.num_forwards - before == 1,
+            f"step {num_steps} made {target.num_forwards - before} target forwards instead of one",
+        )
         check_cache_lengths(engine)
         if any(row.request_id == abort and row.num_output_tokens and not row.is_finished for row in rows):
             engine.abort(str(abort))
             check_cache_lengths(engine)
     left = [row.id for row in rows if row.state]
-    require(not left, f"rows {left} have ended, and their state has not")
+    require(not left, f"rows {left} have finished, but their row.state is not empty")
     watched.shown.add_run(rows, is_governed=governor is not None)
     names = {row.id: f"{row.request_id}.{row.index}" for row in rows}
     return Trace(
@@ -207,29 +217,31 @@ def decode(
 
 
 FIRST_ROW_ID = 1 << 40
-"""Id of the first row of `decode`: no token, length or count is as large, so that ids are found in what a drafter
-holds."""
+"""Id of the first row of `decode`. No token id, length or count is as large, so row ids are recognised in the state of
+a drafter."""
 MOST_ROWS = 1 << 20
 
 _OPAQUE = (torch.nn.Module, CausalLM, type, FunctionType, ModuleType)
-"""Objects whose insides are not state of rows."""
+"""Types whose contents are not searched for state of rows."""
 
 
 def check_no_state(drafter: Drafter) -> None:
-    """Raises: AssertionError where a drafter holds a row, or the id of one, of runs of `decode`, which have all ended.
+    """Check that a drafter contains no row, and no id of a row, after all runs of `decode` have ended.
 
-    Looks through attributes, containers, partial functions and arrays of integers, however deep.
+    Attributes, containers, partial functions and arrays of integers are searched at any depth.
+
+    Raises: AssertionError that names the attributes.
     """
     left = sorted(set(_state_of_rows(drafter)))
     require(
         not left,
-        f"{drafter.name}: state of rows outlives them in {', '.join(left[:4])}; keep it in row.state, which ends with "
-        "the row",
+        f"{drafter.name}: state of finished rows is left in {', '.join(left[:4])}; keep state in row.state, which is "
+        "deleted with the row",
     )
 
 
 def _state_of_rows(drafter: Drafter) -> Iterator[str]:
-    """Attributes in which there are rows or ids of rows."""
+    """Yield the names of attributes that contain rows or ids of rows."""
     seen: set[int] = set()
     found: list[tuple[Any, str]] = [(drafter, type(drafter).__name__)]
     while found:
@@ -270,21 +282,22 @@ def _parts(value: Any, place: str) -> list[tuple[Any, str]]:
 
 
 def check_cache_lengths(engine: Engine) -> None:
-    """Raises: AssertionError unless the cache of every decoding row ends right before its pending token."""
+    """Check that the cache of every decoding row ends right before its pending token. Raises AssertionError
+    otherwise."""
     lengths = {row.id: len(row.token_ids) - 1 for row in engine.decoding_rows}
     cached = {row.id: engine.cache.lengths[slot] for slot, row in enumerate(engine.decoding_rows)}
-    require(cached == lengths, f"the cache holds {cached} tokens per row; want {lengths}")
+    require(cached == lengths, f"the cache contains {cached} tokens per row; expected {lengths}")
     require(
         engine.cache.num_rows == engine.num_running,
-        f"the cache has {engine.cache.num_rows} rows, {engine.num_running} are running",
+        f"the cache has {engine.cache.num_rows} rows, but {engine.num_running} are running",
     )
 
 
 @contextmanager
 def ungoverned() -> Iterator[None]:
-    """Let engines that are made meanwhile draft and verify as much as their configs allow.
+    """Make engines created inside the context draft and verify as much as their configs allow.
 
-    For tests, which want drafts whatever the machine; users force drafts of one length by ``length_policy="fixed"``.
+    This is for tests, which need drafts even where drafting is slow. Users set ``length_policy="fixed"`` instead.
     """
     with patch.object(governing, "new_governor", _no_governor):
         yield
@@ -292,20 +305,20 @@ def ungoverned() -> Iterator[None]:
 
 @contextmanager
 def governed() -> Iterator[None]:
-    """The opposite, within `ungoverned`: engines that are made meanwhile are governed, as they are for users."""
+    """Undo `ungoverned` inside the context: engines created inside are governed, as they are for users."""
     with patch.object(governing, "new_governor", _NEW_GOVERNOR):
         yield
 
 
 def _no_governor(*args: Any) -> None:
-    """Instead of `foredraft.engine.governor.new_governor`."""
+    """Replacement of `foredraft.engine.governor.new_governor`."""
 
 
 _NEW_GOVERNOR = governing.new_governor
 
 
 MakeDrafter = Callable[[int], Drafter]
-"""Builds a fresh drafter that proposes at most this many tokens deep."""
+"""Function that builds a fresh drafter whose drafts are at most this deep."""
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1), (5, 5, 5, 5, 5, 5, 5, 5, 5))
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
@@ -316,20 +329,22 @@ PENALISED = replace(SAMPLED, repetition_penalty=1.2, presence_penalty=0.5, frequ
 def check_drafter(
     make_drafter: MakeDrafter, target: CausalLM | PreTrainedModel, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)
 ) -> Shown:
-    """Every property that a drafter and the engine around it must have, on one target; prints what was shown.
+    """Check every property that a drafter and the engine around it must have, on one target, and print the evidence.
 
-    Token equality with the plain loop, greedy and sampled, for every depth, alone and in a ragged batch whose rows
-    come and go; EOS and budget at every offset inside a draft; empty drafts; a request aborted in the middle;
-    samples of one prompt; several drafters' worth of reuse; drafts that a governor deepens and cuts. After every step
-    the cache must end right before the pending token, and the step must have made one target forward. At the end no
-    drafter may hold anything of a row.
+    The output must equal that of plain decoding, greedy and sampled, at every depth, for single rows and in a ragged
+    batch whose rows come and go. Further cases are EOS and token limit at every offset inside a draft, empty drafts, an
+    aborted request, several samples of one prompt, several runs of one drafter, and drafts that a governor deepens and
+    cuts. After every step the cache must end right before the pending token, and the step must have made one target
+    forward. At the end no drafter may contain any state of a row.
 
     Args:
-      make_drafter: depth -> a fresh drafter.
-      target: the model to draft for, of transformers or adapted; any size, its vocabulary holds at least ten tokens.
-    Returns: counts of what was decoded and drafted, which are printed as well.
-    Raises: AssertionError; the message names the drafter, the setting and both texts. TreeError, ConfigError and the
-      like for drafts and returns that do not fit their rows.
+      make_drafter: function that returns a fresh drafter for a depth.
+      target: the model to draft for, a transformers model or a `CausalLM`, of any size, with a vocabulary of at least
+        ten tokens.
+      depths: draft depths to check, in tokens.
+    Returns: counts of decoded rows and drafted tokens, which are printed as well.
+    Raises: AssertionError that names the drafter, the setting and both outputs. Drafts and return values that do not
+      fit their rows raise TreeError, ConfigError or another typed error.
     """
     if not isinstance(target, CausalLM):
         target = CausalLM(target)
@@ -368,22 +383,23 @@ def _decode_all(target: CausalLM, drafter: Drafter, params: SamplingParams, **op
 
 
 def check_identity(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace, setting: str) -> None:
-    """Raises: AssertionError unless all prompts in one batch give the tokens of the plain loop."""
+    """Check that all prompts in one batch give the tokens of plain decoding. Raises AssertionError otherwise."""
     compare(_decode_all(target, drafter, params), plain, f"{drafter.name}, {setting}, {_words(params)}")
 
 
 NODES_ARE_FREE: Mapping[int, float] = {1: 1e-3, 512: 1.01e-3}
 NODES_ARE_DEAR: Mapping[int, float] = {1: 1e-3, 512: 0.512}
-"""Seconds of a step by its number of nodes, as `check_governed` makes a governor believe."""
+"""Seconds of a step by its number of nodes, in the cost model that `check_governed` gives to a governor."""
 
 
 def check_governed(
     drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace, costs: Mapping[int, float]
 ) -> None:
-    """Raises: AssertionError unless drafts that a governor deepens and cuts change nothing, and what it has learned.
+    """Check that drafts deepened and cut by a governor do not change the output, with a fresh and with a used governor.
 
     Args:
       costs: seconds of a step by its number of nodes.
+    Raises: AssertionError if the output differs.
     """
     governor = Governor(CostModel(costs), drafter.facts)
     for run in ("first", "second"):
@@ -394,7 +410,7 @@ def check_governed(
 def check_single_rows(
     make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
 ) -> None:
-    """Raises: AssertionError unless a row alone gives the tokens that it gives in a batch."""
+    """Check that a row gives the same tokens alone and in a batch. Raises AssertionError otherwise."""
     for i in (0, 1):
         trace = decode(target, make_drafter(depth), [(PROMPTS[i], params)])
         want = plain.outputs[f"{i}.0"]
@@ -404,9 +420,11 @@ def check_single_rows(
 def check_endings(
     make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
 ) -> None:
-    """Raises: AssertionError unless budget, stop token and EOS end a row exactly, at every offset inside a draft.
+    """Check that token limit, stop token and EOS end a row exactly, at every offset inside a draft.
 
-    Requests with all the budgets, and with all the stop tokens, run in one batch each.
+    One batch contains a request for every token limit, and another one a request for every stop token.
+
+    Raises: AssertionError if an output or a finish reason differs.
     """
     text = plain.outputs["0.0"]
     name = f"{make_drafter(depth).name}, K={depth}, {_words(params)}"
@@ -429,13 +447,14 @@ def check_endings(
 
 
 def check_rows_come_and_go(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace) -> None:
-    """Raises: AssertionError unless rows that share two places, and small prefill chunks, change nothing."""
+    """Check that two rows at a time and small prefill chunks do not change the output. Raises AssertionError
+    otherwise."""
     config = EngineConfig(max_num_seqs=2, prefill_chunk_size=3)
     compare(_decode_all(target, drafter, params, config=config), plain, f"{drafter.name}, two rows at a time")
 
 
 def check_abort(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace) -> None:
-    """Raises: AssertionError unless an aborted row ends where it is and the others go on unharmed."""
+    """Check that an aborted row ends where it is and the other rows do not change. Raises AssertionError otherwise."""
     trace = _decode_all(target, drafter, params, abort="2")
     for key, want in plain.outputs.items():
         got = trace.outputs[key]
@@ -445,13 +464,13 @@ def check_abort(drafter: Drafter, target: CausalLM, params: SamplingParams, plai
 
 
 def check_samples(drafter: Drafter, target: CausalLM, params: SamplingParams) -> None:
-    """Raises: AssertionError unless three samples of one prompt equal the plain ones."""
+    """Check that three samples of one prompt equal those of plain decoding. Raises AssertionError otherwise."""
     requests = [(PROMPTS[0], replace(params, n=3)), (PROMPTS[3], params)]
     compare(decode(target, drafter, requests), decode(target, EmptyDrafter(), requests), f"{drafter.name}, n=3")
 
 
 def compare(trace: Trace, plain: Trace, setting: str) -> None:
-    """Raises: AssertionError at the first row whose tokens or finish reason differ."""
+    """Raise AssertionError at the first row whose tokens or finish reason differ."""
     for key, want in plain.outputs.items():
         require(trace.outputs[key] == want, _differ(f"{setting}, row {key}", trace.outputs[key], want))
         reasons = trace.reasons[key], plain.reasons[key]
@@ -459,7 +478,7 @@ def compare(trace: Trace, plain: Trace, setting: str) -> None:
 
 
 def cut_after(tokens: tuple[int, ...], last: int) -> tuple[int, ...]:
-    """The tokens up to the first ``last``, included."""
+    """Return the tokens up to and including the first ``last``."""
     return tokens[: tokens.index(last) + 1] if last in tokens else tokens
 
 

@@ -1,4 +1,4 @@
-"""First differences of two rows, and how close the distribution puts the two tokens."""
+"""First differences between two rows, and the gap between the two tokens under the model's distribution."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from foredraft.sampling.noise import mix, row_key, token_bits, unit
 from foredraft.testing.conformance import Trace
 
 NEAR_TIES: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-5,  # of norms and softmax, which models take in single precision
+    torch.float64: 1e-5,  # models compute norms and softmax in single precision
     torch.float32: 1e-3,
     torch.float16: 0.1,
     torch.bfloat16: 0.5,
 }
-"""How far the distribution may put two tokens apart that rounding exchanges: logits reach 20, where neighbours in
-bfloat16 are 0.125 apart, and every layer rounds."""
+"""Largest gap between two tokens that rounding can exchange. Logits reach 20, where neighbours in bfloat16 are 0.125
+apart, and every layer rounds."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where a row differs from plain decoding, and how close the two tokens were.
+    """The first token at which a row differs from plain decoding, and the gap between the two tokens.
 
     Args:
       row: name of the row in its trace.
-      index: which output token.
-      got, want: the token here, and that of plain decoding.
-      gap: how far apart the distribution puts the two after the common text: the difference of their processed logits,
-        with noise where tokens are sampled; for a token outside the nucleus, its distance to the edge in probability.
-        Rounding explains a small gap, only a fault explains a large one.
+      index: index of the output token.
+      got, want: token of the row, and token of plain decoding.
+      gap: difference of the processed logits of the two tokens after the common prefix, with noise if tokens are
+        sampled. For a token outside the nucleus it is the distance to the edge, in probability. Rounding explains a
+        small gap; a large one is a fault.
     """
 
     row: str
@@ -48,10 +48,10 @@ class Divergence:
 def divergences(
     target: CausalLM, requests: Sequence[tuple[Sequence[int], SamplingParams]], trace: Trace, plain: Trace
 ) -> list[Divergence]:
-    """Locate every difference between two traces of the same requests, one per row.
+    """Return the first difference of every row between two traces of the same requests.
 
     Args:
-      target: the model whose distribution measures the gaps, by one forward over the common text.
+      target: the model whose distribution measures the gaps, by one forward over the common prefix.
     """
     found = []
     for row, want in plain.outputs.items():
@@ -73,7 +73,7 @@ def token_gap(
     sample: int,
     tokens: tuple[int, int],
 ) -> float:
-    """Gap between two tokens after a text; see `Divergence.gap`. ``params`` need a seed when they sample."""
+    """Return the gap between two tokens after a prefix; see `Divergence.gap`. Sampled ``params`` need a seed."""
     text = [*prompt, *output]
     logits = target.forward(Nodes.from_chains([text]), target.new_cache(1), keep=slice(len(text) - 1, len(text)))[0]
     whole = replace(params, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0)

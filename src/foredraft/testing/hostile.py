@@ -1,8 +1,8 @@
-"""Stock kernels as no CPU has them, but as one might: the last bits of a result depend on the shape of the call.
+"""A simulation of stock kernels at their worst: the last bits of every result depend on the shape of the call.
 
-A kernel of torch or oneDNN chooses the order of its sums by the size of what it is given, so that one row has other
-bits beside other rows. Where, differs from one CPU and one version to the next. `hostile_kernels` lets it happen
-everywhere at once.
+A kernel of torch or oneDNN chooses the order of its sums by the size of its input, so a row can have other bits when it
+is computed together with other rows. Which shapes are affected differs from one CPU and one version to the next.
+`hostile_kernels` makes it happen for all shapes.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ KINDS = ("attention", "steps", "prompts", "output")
 """Names of the kernels that `hostile_kernels` can perturb."""
 
 MOST_ROWS_OF_STEPS = 64
-"""Rows of a product up to which it counts as one of steps, and above as one of prompts."""
+"""Largest number of rows of a product that counts as part of a step; larger products count as part of a prefill."""
 
 TALL = 8
-"""Times as many outputs as inputs from which a product counts as the output embedding."""
+"""Ratio of outputs to inputs from which a product counts as the output embedding."""
 
 LINE = 64
-"""Bytes of alignment that kernels can make a difference between."""
+"""Alignment in bytes that can change the result of a kernel."""
 
 SHARE = 4
-"""One of so many numbers of a result is perturbed."""
+"""One of this many numbers of a result is perturbed."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
 def hostile_kernels(*kinds: str, vocab_size: int | None = None) -> Iterator[None]:
-    """Let stock kernels round by the shape of their call; results inside differ from results outside by an ulp or two.
+    """Make stock kernels round by the shape of their call: results inside the context differ by one or two ulps.
 
-    For somebody who ports the library to a CPU or an accelerator, changes how steps are run, or writes a drafter, and
-    wants to know what the promise rests on. Every result is changed at a quarter of its numbers, by one or two units in
-    the last place. Which ones, and in which direction, is decided by the sizes of the call, the number of threads, and
-    the alignment of its tensors in memory, and by nothing else: the same call again has the same bits, the same row in
-    another call has others.
+    It is for people who port foredraft to a CPU or an accelerator, change how steps are executed, or write a drafter,
+    and need to see whether exactness depends on the rounding of stock kernels. A quarter of the numbers of every result
+    is changed by one or two units in the last place. The numbers and directions depend only on the sizes of the call,
+    the number of threads and the alignment of its tensors in memory. So the same call always gives the same bits, and
+    the same row in another call gives others.
 
-    A model has to be loaded inside: what is measured or checked when it is loaded ought to see these kernels. Patches
-    hold for the whole process, all its threads included, and are taken back at the end.
+    Load the model inside the context, because models are tested when they are loaded. The patches apply to the whole
+    process with all its threads, and are removed at the end.
 
-    What passes: checks within rounding, the probe of a model at load; text and log-probabilities of a model whose
-    promise is "native", for any draft. What does not: two forwards of different shapes that are compared to the bit
-    and run through torch or oneDNN, in whatever way they run: eager modules, compiled layers. Texts of models whose
-    promise is "near-ties" may then part from those of plain decoding where two tokens are nearly tied, see
+    These checks pass inside the context: checks up to rounding, the test of a model when it is loaded, and equality of
+    output and log-probabilities for any draft if the model's guarantee is bitwise. These do not pass: bitwise
+    comparisons of two forward passes of different shapes that run through torch or oneDNN, eagerly or compiled. If the
+    model's guarantee is up to rounding, its output may differ from plain decoding where two tokens are nearly tied; see
     `divergences`.
 
-    Not perturbed are the library's own kernels, which are what the promise rests on; sums of one product (of rotary
-    angles), which no order can change; and kernels that torch calls from C++ without asking Python: `torch.einsum`,
-    experts in one grouped product, and what a user has compiled.
+    These kernels are not perturbed: foredraft's own kernels, on which the bitwise guarantee rests; sums of one product
+    (such as rotary angles), which have one order only; and kernels that torch calls from C++ without returning to
+    Python (`torch.einsum`, grouped products of experts, code compiled by the user).
 
     Args:
-      kinds: what to perturb, of `KINDS`; everything by default. "attention" is `scaled_dot_product_attention`, and
-        products of tensors of three dimensions or more by each other. "steps" and "prompts" are products of few and of
-        many rows by a matrix (`MOST_ROWS_OF_STEPS` is the border, whatever the rows hold), and "output" those of any
-        number of rows whose outputs are the vocabulary.
-      vocab_size: outputs of the output embedding. By default every product counts as one that has eight times as many
-        outputs as inputs.
+      kinds: kernels to perturb, from `KINDS`; all by default. "attention" is `scaled_dot_product_attention` and
+        products of two tensors of three or more dimensions. "steps" and "prompts" are products of few and of many rows
+        with a matrix; `MOST_ROWS_OF_STEPS` is the limit between them. "output" is a product of any number of rows whose
+        outputs are the vocabulary.
+      vocab_size: number of outputs of the output embedding. By default every product with at least eight times as many
+        outputs as inputs counts as "output".
 
-    Raises: ConfigError for a kind that is none of these.
+    Raises: ConfigError for an unknown kind.
     Randomness: none.
     """
     if unknown := sorted({*kinds} - {*KINDS}):
-        raise ConfigError(f"hostile_kernels perturbs {', '.join(KINDS)}, not {', '.join(unknown)}")
+        raise ConfigError(f"hostile_kernels cannot perturb {', '.join(unknown)}; use {', '.join(KINDS)}")
     perturb = _Perturbing(frozenset(kinds or KINDS), vocab_size)
     with ExitStack() as stack:
         for holder, name, kernel in seams(perturb.attention, perturb.product):
@@ -86,11 +86,11 @@ def hostile_kernels(*kinds: str, vocab_size: int | None = None) -> Iterator[None
 
 @dataclass(frozen=True)
 class _Perturbing:
-    """Kernels that give what stock ones give, perturbed.
+    """Wrappers that perturb the results of stock kernels.
 
     Args:
-      kinds: that are perturbed.
-      vocab_size: as `hostile_kernels` takes it.
+      kinds: kernels to perturb.
+      vocab_size: see `hostile_kernels`.
     """
 
     kinds: frozenset[str]
@@ -110,13 +110,13 @@ class _Perturbing:
             result = run(*args, **kwargs)
             operands = args[first : first + 2]
             if len(operands) < 2 or not all(isinstance(operand, torch.Tensor) for operand in operands):
-                return result  # given by name, or not ours to change
+                return result  # passed by keyword, or not a product of two tensors
             return self._multiplied(result, *operands)
 
         return multiply
 
     def _multiplied(self, result: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """A product (..., in) by a matrix, or of matrices of two lists by each other."""
+        """Perturb a product: (..., inputs) with a matrix, or two stacks of matrices."""
         inputs = x.shape[-1]
         if inputs < 2 or result.dim() == 0:
             return result
@@ -131,7 +131,7 @@ class _Perturbing:
     def _changed(
         self, result: torch.Tensor, kind: str, sizes: Facts, operands: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The result, perturbed by the facts of its call. Stand-ins without values stay as they are."""
+        """Return the result, perturbed by the facts of its call. Meta tensors and tensor subclasses are not changed."""
         stand_in = type(result) not in PLAIN or result.device.type == "meta"
         if kind not in self.kinds or stand_in or not result.is_floating_point():
             return result
@@ -140,7 +140,7 @@ class _Perturbing:
 
 
 def _alignment(tensor: torch.Tensor) -> int:
-    """Offset of a tensor in a line of memory; 0 for one that does not tell, such as weights packed by oneDNN."""
+    """Return the offset of a tensor in a line of memory; 0 if it is unknown, as for weights packed by oneDNN."""
     is_dense = type(tensor) in PLAIN and tensor.layout == torch.strided
     return tensor.data_ptr() % LINE if is_dense else 0
 
@@ -148,12 +148,12 @@ def _alignment(tensor: torch.Tensor) -> int:
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _factors(facts: Facts, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Factors of the last dimension of a result: 1, and next to 1 at some places that depend on the facts.
+    """Return factors for the last dimension of a result: 1, and a neighbour of 1 at places that depend on the facts.
 
-    Never 1 everywhere, so that no two shapes agree because nothing was changed.
+    At least one factor differs from 1, so that no two shapes agree because nothing was changed.
     """
     state = 14695981039346656037
-    for fact in facts:  # FNV-1a, over whole numbers
+    for fact in facts:  # FNV-1a over integers
         state = (state ^ fact) * 1099511628211 % 2**64
     places = torch.arange(size, dtype=torch.int64)
     mixed = (places + 1) * (state % 2**31 | 1)
@@ -167,11 +167,12 @@ def _factors(facts: Facts, size: int, dtype: torch.dtype, device: torch.device) 
 def seams(
     attention: Callable[[Kernel], Kernel], product: Callable[[Kernel, int], Kernel]
 ) -> Iterator[tuple[Any, str, Kernel]]:
-    """Holder and name of every place that calls a stock kernel, and the kernel to put there.
+    """Yield the holder and the name of every reference to a stock kernel, and its replacement.
 
     Args:
-      attention: returns a kernel to use instead of `scaled_dot_product_attention`.
-      product: returns one to use instead of a function whose arguments from a number on are the two that it multiplies.
+      attention: function that returns the replacement of `scaled_dot_product_attention`.
+      product: function that returns the replacement of a product. Its second argument is the index of the first of the
+        two factors among the product's arguments.
     """
     linear, attend = F.linear, F.scaled_dot_product_attention
     stock: dict[Kernel, Kernel] = {linear: product(linear, 0), attend: attention(attend)}
@@ -186,7 +187,7 @@ def seams(
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         packed: Any = torch.ops.mkldnn._linear_pointwise.default
         stock[packed] = product(packed, 0)
-    for module in list(sys.modules.values()):  # what was bound by name when modules were imported
+    for module in list(sys.modules.values()):  # modules that imported a kernel by name
         if getattr(module, "__name__", "").partition(".")[0] in ("foredraft", "transformers"):
             for name, value in list(vars(module).items()):
                 if callable(value) and (found := _found(stock, value)) is not None:
@@ -194,5 +195,5 @@ def seams(
 
 
 def _found(stock: dict[Kernel, Kernel], value: Any) -> Kernel | None:
-    """The kernel that replaces this very function."""
+    """Return the replacement of a function, found by identity."""
     return next((kernel for known, kernel in stock.items() if known is value), None)

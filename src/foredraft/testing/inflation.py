@@ -1,17 +1,17 @@
-"""Grow a trained small model into a bigger one that computes the same function.
+"""Enlargement of a trained small model to a bigger one that computes the same function.
 
-Small models speak, big models cost: an inflated model has the text (and so the acceptance) of the small one and the
-forward cost of the wanted size. Results obtained with one must say so; `inflated_from` tells.
+An inflated model gives the output, and so the acceptance rate, of the small model at the forward cost of the bigger
+size. Results measured with an inflated model must say so; `inflated_from` returns the original shape.
 
-How the function is kept (h -> H hidden, eps and w of an RMSNorm, x the residual stream):
+How the function stays the same (h and H: old and new hidden size; eps and w of an RMSNorm; x the residual stream):
 
-- every weight is the old one, followed by zeros in each dimension: new channels of the residual stream stay zero;
-- the mean of x^2 is now taken over H entries and is h/H of what it was, so ``eps' = eps h/H`` and
-  ``w' = w sqrt(h/H)`` give the old result: x / sqrt(h/H (mean + eps)) * w sqrt(h/H);
-- heads keep their size (the rotary embedding depends on it) and their number per key head; new heads have zero
-  queries, keys, values and output columns and come after the old ones;
-- added layers (on demand) copy old ones, with zero output projections: they add nothing to the stream;
-- added vocabulary gets a logit far below the others through one spare channel, see `_spare_channel`.
+- Every weight is the old one, followed by zeros in each dimension. So new channels of the residual stream stay zero.
+- The mean of x^2 over H entries is h/H times the old mean. So ``eps' = eps h/H`` and ``w' = w sqrt(h/H)`` give the old
+  result: x / sqrt(h/H (mean + eps)) * w sqrt(h/H).
+- Heads keep their size, because the rotary embedding depends on it, and the number of query heads per key head. New
+  heads have zero queries, keys, values and output columns, and come after the old ones.
+- Added layers, on demand, copy old ones with zero output projections, so they add nothing to the residual stream.
+- Added vocabulary gets logits far below the others, through one spare channel; see `_spare_channel`.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ def inflate(
     num_layers: int | None = None,
     vocab_size: int | None = None,
 ) -> Any:
-    """A wider model of the same class, dtype and device that computes the same function.
+    """Return a wider model of the same class, dtype and device that computes the same function.
 
-    The number of heads grows with ``hidden_size``, so that the share of attention in the cost stays what it is.
-    By default only widths grow: leaving out a zero layer would not be an achievement of a layer-skipping drafter.
+    The number of heads grows with ``hidden_size``, so the share of attention in the cost stays the same. By default
+    only widths grow: added layers do nothing, so a layer-skipping drafter would gain from leaving them out.
 
-    Zeros cost a dense matrix product what other numbers cost, and they are written to memory, not left to the
-    allocator: untouched zero pages would all be one page, and its reads would come from the cache.
+    A dense matrix product takes as long for zeros as for other numbers. The zeros are written to memory: untouched zero
+    pages would all be one page, and reads of that page would come from the CPU cache.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 causal LM. It is not changed.
-        hidden_size: new width H >= the old one; a multiple of what one key head and its query heads take.
+        hidden_size: new width H >= the old one; a multiple of the width of one key head and its query heads.
         intermediate_size: new MLP width >= the old one.
         num_layers: new depth >= the old one; the added layers do nothing.
-        vocab_size: new vocabulary >= the old one; the added tokens have a logit below about -500 and so
-            probability zero. Needs ``hidden_size`` above the old one (a spare channel). Embeddings are untied.
+        vocab_size: new vocabulary >= the old one. The added tokens have a logit below about -500 and so probability
+          zero. It requires ``hidden_size`` above the old one, for a spare channel. Embeddings are untied.
 
     Returns:
-        The new model in evaluation mode; `inflated_from` returns the shape it came from.
+        The new model in evaluation mode; `inflated_from` returns its original shape.
 
     Raises:
         UnsupportedModelError: another class of model.
-        ConfigError: a size below the old one, or a width that the heads do not divide.
+        ConfigError: a size below the old one, or a width that gives no whole number of key heads.
 
-    Exactness: equal up to the rounding of the dtype. Ratios H/h of 4 and 16 are exact powers of two in every
-    intermediate value; others round the norm weights once. Qwen3's head norms keep their epsilon in memory, but
-    not through ``save_pretrained``, where one config entry serves all norms (a change near 1e-6).
+    Exactness: equal up to the rounding of the dtype. Ratios H/h of 4 and 16 scale every intermediate value by an exact
+    power of two; other ratios round the norm weights once. Qwen3's head norms keep their epsilon in memory, but not
+    through ``save_pretrained``, where one config entry serves all norms (a change near 1e-6).
     """
     if type(model) not in _SUPPORTED:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED)
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be inflated: foredraft does not know how its width enters its function. "
+            f"{type(model).__name__} cannot be inflated: foredraft does not know how its output depends on its width. "
             f"Use {known}."
         )
     config = _bigger_config(model.config, hidden_size, intermediate_size, num_layers, vocab_size)
@@ -89,7 +89,7 @@ def inflate(
 
 
 def inflated_from(model: PreTrainedModel) -> dict[str, int] | None:
-    """The shape a model had before `inflate`, or None: what a benchmark prints beside its figures."""
+    """Return the shape that a model had before `inflate`, for benchmark reports; None if it was not inflated."""
     shape: dict[str, int] | None = getattr(model.config, "inflated_from", None)
     return shape
 
@@ -105,7 +105,9 @@ def _bigger_config(old: Any, hidden: int, ffn: int, layers: int | None, vocab: i
         ("vocab_size", vocab, old.vocab_size),
     ):
         if size < least:
-            raise ConfigError(f"{name}={size} is below the model's {least}; inflating only adds. Give {least} or more.")
+            raise ConfigError(
+                f"{name}={size} is below the model's {least}; a model can only be enlarged. Use {least} or more."
+            )
     num_heads, num_kv_heads = _heads(old, hidden)
     config = copy.deepcopy(old)
     config.hidden_size, config.intermediate_size = hidden, ffn
@@ -130,7 +132,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _heads(old: Any, hidden: int) -> tuple[int, int]:
-    """Query and key heads at the new width: 4 and 2 at 256 become 16 and 8 at 1,024."""
+    """Return the numbers of query and key heads at the new width: 4 and 2 at 256 become 16 and 8 at 1,024."""
     num_kv_heads, remainder = divmod(old.num_key_value_heads * hidden, old.hidden_size)
     if remainder:
         step = old.hidden_size // math.gcd(old.hidden_size, old.num_key_value_heads)
@@ -143,7 +145,7 @@ def _heads(old: Any, hidden: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def _fill(bigger: Any, model: Any) -> None:
-    """Old weights first, zeros after them, in every dimension of every parameter."""
+    """Fill every parameter with the old weights, followed by zeros in every dimension."""
     old = dict(model.named_parameters())
     if bigger.get_output_embeddings().weight is not bigger.get_input_embeddings().weight:
         old.setdefault("lm_head.weight", model.get_output_embeddings().weight)
@@ -159,7 +161,7 @@ def _fill(bigger: Any, model: Any) -> None:
 
 
 def _source_layer(name: str, depth: int) -> tuple[str, bool]:
-    """Name of the source of a parameter: ``model.layers.1.x`` for that of an added layer 7, at depth 6."""
+    """Return the name of a parameter's source, and True for an added layer: layer 7 copies layer 1 at depth 6."""
     parts = name.split(".")
     if parts[1] != "layers" or int(parts[2]) < depth:
         return name, False
@@ -168,7 +170,7 @@ def _source_layer(name: str, depth: int) -> tuple[str, bool]:
 
 
 def _keep_head_norms(bigger: Any, model: Any) -> None:
-    """Norms over a head (Qwen3) did not change their width, so they keep their epsilon."""
+    """Restore the epsilon of norms over a head (Qwen3), whose width did not change."""
     modules = dict(model.named_modules())
     for name, module in bigger.named_modules():
         if name.endswith(("q_norm", "k_norm")):
@@ -176,19 +178,19 @@ def _keep_head_norms(bigger: Any, model: Any) -> None:
 
 
 def _spare_channel(old: Any, config: Any) -> float | None:
-    """The constant that the last channel of the stream carries when the vocabulary is padded, else None.
+    """Return the constant in the last channel of the residual stream if the vocabulary is padded; None otherwise.
 
-    A zero output row gives the logit 0, which often beats real tokens, and no direction of the stream has a sign
-    that can be relied on. So every token puts a constant c into one spare channel that no layer reads or writes.
-    It adds c^2/H to the mean in every norm; ``eps'`` is lowered by as much, so the norms are unchanged. The last norm
-    passes the channel on, where the added rows multiply it by a large negative number, the real rows by zero.
-    c is a power of two (exact in bfloat16) with c^2 <= eps h / 2: 2^-5 for eps 1e-5 at width 256.
+    An added token must have a very low logit. A zero output row gives the logit 0, which often beats real tokens, and
+    no direction of the stream has a reliable sign. So every embedding contains a constant c in one spare channel that
+    no layer reads or writes. It adds c^2/H to the mean in every norm, and ``eps'`` is lowered by as much, so the norms
+    do not change. After the last norm the added rows multiply the channel by a large negative number, and the real rows
+    by zero. c is a power of two (exact in bfloat16) with c^2 <= eps h / 2, such as 2^-5 for eps 1e-5 at width 256.
     """
     if config.vocab_size == old.vocab_size:
         return None
     if config.hidden_size == old.hidden_size:
         raise ConfigError(
-            f"vocab_size={config.vocab_size} needs a spare channel: give a hidden_size above {old.hidden_size}."
+            f"vocab_size={config.vocab_size} needs a spare channel; use a hidden_size above {old.hidden_size}."
         )
     return float(2.0 ** math.floor(math.log2(old.rms_norm_eps * old.hidden_size / 2) / 2))
 

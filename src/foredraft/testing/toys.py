@@ -1,4 +1,4 @@
-"""Small random models, an oracle for their logits, and drafters that know what plain decoding says."""
+"""Small random models, reference logits for trees, and drafters that are always right or always wrong."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def toy_model(
     scale: float = 0.25,
     **sizes: int,
 ) -> PreTrainedModel:
-    """A two-layer Llama with strong random weights, built in milliseconds.
+    """Return a two-layer Llama with strong random weights, built in milliseconds.
 
     Args:
-      scale: standard deviation of its matrices, as of `strengthen`.
-      sizes: fields of `LlamaConfig` that are to differ.
+      scale: standard deviation of its matrices; see `strengthen`.
+      sizes: fields of `LlamaConfig` to override.
 
     Randomness: ``seed``.
     """
@@ -44,9 +44,9 @@ def toy_model(
 
 
 def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.25) -> PreTrainedModel:
-    """Redraw the weights of a random model, in place, so that every mask and position shows in its logits.
+    """Redraw the weights of a random model in place, so that every error in a mask or a position changes its logits.
 
-    Matrices get the standard deviation ``scale``, norms and biases are spread around the value they start at.
+    Matrices get the standard deviation ``scale``. Norms and biases are spread around their initial values.
 
     Returns: the model.
     Randomness: ``seed``.
@@ -63,7 +63,7 @@ def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.25) -> Pr
 
 
 def perturbed(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTrainedModel:
-    """A copy whose weights carry noise: a drafter that is sometimes right and sometimes wrong.
+    """Return a copy of a model with noise on its weights, for a drafter that is sometimes right and sometimes wrong.
 
     Args:
       scale: standard deviation of the noise, relative to that of each parameter. 0 gives an equal copy.
@@ -81,9 +81,9 @@ def perturbed(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTrained
 
 
 def reference_node_logits(model: PreTrainedModel, prefix: list[int], tree: DraftTree) -> torch.Tensor:
-    """Logits (N, V) after every node of a tree, by one plain forward per root-to-leaf path.
+    """Return logits (N, V) after every node of a tree, computed by one plain forward pass per root-to-leaf path.
 
-    No cache, no mask and no position is given to the model: the oracle for every other way of computing them.
+    The model gets no cache, no mask and no positions. This is the reference for every other way to compute the logits.
 
     Args:
       prefix: tokens before the pending one, which is the root of ``tree``.
@@ -100,12 +100,12 @@ def reference_node_logits(model: PreTrainedModel, prefix: list[int], tree: Draft
 
 
 class PerfectDrafter(Drafter):
-    """Knows what plain decoding says, so that every draft is accepted to its end.
+    """A drafter that proposes the tokens of plain decoding, so that every draft is accepted to its end.
 
     Args:
-      texts: prompt and output of plain decoding, one per row that will be started, found by their beginning.
+      texts: prompt and output of plain decoding, one per row; a row finds its text by its tokens so far.
       num_speculative_tokens: depth of the draft.
-      num_branches: with 2 or more, wrong siblings surround every right node, and come first.
+      num_branches: number of branches; with 2 or more, wrong siblings come before every right node.
     """
 
     facts = DrafterFacts("perfect")
@@ -134,7 +134,7 @@ class PerfectDrafter(Drafter):
 
 
 class WrongDrafter(PerfectDrafter):
-    """Knows what plain decoding says, and proposes something else at every node."""
+    """A drafter that proposes a token other than that of plain decoding at every node."""
 
     facts = DrafterFacts("wrong")
 

@@ -1,1 +1,1 @@
-"""Training of learned drafters: examples, features of the target, losses, and the loop that keeps what it has done."""
+"""Training of learned drafters: examples, features of the target, losses, and a training loop that can be resumed."""

@@ -1,4 +1,4 @@
-"""Answers of the target to prompts, and prompts that it asks itself: what a drafter is to agree with."""
+"""Answers of the target to prompts, and prompts that the target invents, as training data for drafters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ def answered(
     file: Path,
     report: Callable[[int, int], None] | None = None,
 ) -> list[TrainingPrompt]:
-    """All prompts with an answer, `max_num_seqs` of them answered together.
+    """Return all prompts with an answer. Missing answers are generated, `max_num_seqs` at a time.
 
-    Answers are added to a file at once, and not made again after an interruption.
+    New answers are appended to a file at once, so that an interrupted run does not generate them again.
 
-    Randomness: keyed by ``plan.seed`` and the place of the prompt.
+    Args:
+      asked: prompts, with or without an answer.
+      file: JSON lines with the answers so far.
+      report: function that is called with the number of generated answers and the number of all missing ones.
+
+    Randomness: keyed by ``plan.seed`` and the index of the prompt.
     """
     known = _read(file)
     missing = [(i, one) for i, one in enumerate(asked) if one.answer is None and one.digest not in known]
@@ -54,11 +59,11 @@ def answered(
 
 
 def to_try(asked: list[TrainingPrompt], file: Path, most: int) -> tuple[list[TrainingPrompt], int]:
-    """Prompts of a dry run: those that have an answer, here or in the file, and the first ``most`` of the others.
+    """Return the prompts of a dry run: those with an answer, here or in the file, and the first ``most`` of the others.
 
-    Those keep their places among prompts without an answer, so that the training which follows makes the same ones.
+    The chosen ones keep their index among the prompts without an answer, so the training generates the same answers.
 
-    Returns: prompts, and how many of them are still to be answered.
+    Returns: the prompts, and the number of answers to generate.
     """
     known = _read(file)
     missing = [one for one in asked if one.answer is None and one.digest not in known]
@@ -67,7 +72,7 @@ def to_try(asked: list[TrainingPrompt], file: Path, most: int) -> tuple[list[Tra
 
 
 def _read(file: Path) -> dict[str, tuple[str, bool]]:
-    """Answers that were made before, by the digest of their prompts."""
+    """Return the answers in a file, by the digest of their prompts."""
     return {
         TrainingPrompt(entry["prompt"], str(file)).digest: (entry["answer"], entry["ended"])
         for entry in json_lines(file)
@@ -75,14 +80,14 @@ def _read(file: Path) -> dict[str, tuple[str, bool]]:
 
 
 def asked_by_itself(llm: LLM, count: int, seed: int, max_new_tokens: int = 200) -> Iterator[TrainingPrompt]:
-    """Turns of a user that the target makes up, from what stands before one in its chat template, at temperature 1.
+    """Yield user turns that the target invents at temperature 1, from the part of its chat template before a user turn.
 
     Source: Magpie (Xu et al. 2024, arXiv:2406.08464).
 
     Raises: ConfigError for a target without a chat template.
     """
     if llm.tokenizer is None or not llm.tokenizer.chat_template:
-        raise ConfigError("prompts that the target asks itself need a chat template; give --prompts instead")
+        raise ConfigError("the target has no chat template, so it cannot invent prompts; use --prompts instead")
     text = chat_prompt(llm.tokenizer, [{"role": "user", "content": _MARK}])["prompt"]
     before = llm.tokenizer(text.split(_MARK)[0], add_special_tokens=False)["input_ids"]
     rows = llm.engine_config.max_num_seqs

@@ -1,4 +1,4 @@
-"""Draft models: small Llamas, how they begin, and the recipe by which they learn a target's distribution."""
+"""Draft models: small Llamas, their initial weights, and the recipe that trains them on a target's distribution."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class SmallPlan:
-    """Layers and embeddings of a drafter that is a model.
+    """Layers and embeddings of a draft model.
 
     Args:
-      from_layers: layers of the target that its own begin as, in this order; without any they begin at random.
-      hidden_size: of these; 0 for the target's.
-      own_embeddings: an embedding of its own is trained, which is its output layer, too; otherwise those of the target
-        are used as they are, and written beside its layers.
-      start: folder of a drafter that is trained further; the other arguments but the last are its own.
-      total_variation: share of total variation in the loss, the rest is forward KL.
+      from_layers: layers of the target whose weights its own layers start from, in this order; if empty, its layers
+        start with random weights.
+      hidden_size: hidden size of random layers; 0 for the target's.
+      own_embeddings: True to train an embedding of its own, which is its output layer as well. Otherwise the target's
+        embeddings are used unchanged and saved with its layers.
+      start: folder of a draft model to train further. The other arguments but the last must then be left out.
+      total_variation: share of total variation in the loss; the rest is forward KL.
     """
 
     from_layers: tuple[int, ...] = ()
@@ -40,23 +41,25 @@ class SmallPlan:
     total_variation: float = 0.0
 
     def check(self) -> None:
-        """Raises: ConfigError."""
+        """Raise ConfigError for values out of range, or arguments that exclude each other."""
         if not 0.0 <= self.total_variation <= 1.0:
-            raise ConfigError(f"total_variation is {self.total_variation}; it is a share of the loss, 0 to 1")
+            raise ConfigError(f"total_variation is {self.total_variation}; it is a share of the loss, from 0 to 1")
         if self.hidden_size < 0:
-            raise ConfigError(f"hidden_size is {self.hidden_size}; want 1 or more, or 0 for the target's")
+            raise ConfigError(f"hidden_size is {self.hidden_size}; use 1 or more, or 0 for the target's")
         if self.start is not None and (self.from_layers or self.hidden_size or self.own_embeddings):
-            raise ConfigError(f"{self.start} has layers and embeddings already; leave out what else was given of them")
+            raise ConfigError(
+                f"{self.start} already has layers and embeddings; leave out from_layers, hidden_size and own_embeddings"
+            )
         if self.from_layers and self.hidden_size:
-            raise ConfigError("layers of the target are as wide as the target; leave hidden_size out")
+            raise ConfigError("layers of the target have the width of the target; leave hidden_size out")
 
 
 class SmallModel(nn.Module):
-    """The decoder layers of a small Llama, and its embedding where that is its own.
+    """The decoder layers of a small Llama, and its embedding if it has its own.
 
     Args:
-      config: of the whole model; ``tie_word_embeddings`` says whether the embedding is the output layer, too.
-      has_embedding: whether it has one of its own. Otherwise neither checkpoints nor the optimiser hold any.
+      config: config of the whole model; ``tie_word_embeddings`` is True if the embedding is the output layer as well.
+      has_embedding: True if the model has its own embedding. Otherwise checkpoints and optimiser contain none.
     """
 
     def __init__(self, config: LlamaConfig, *, has_embedding: bool) -> None:
@@ -66,23 +69,23 @@ class SmallModel(nn.Module):
         self.embedding: nn.Parameter | None = None
         if has_embedding:
             self.embedding = nn.Parameter(self.body.embed_tokens.weight.detach().clone())
-        self.body.embed_tokens = nn.Identity()  # never called: texts enter as embeddings
+        self.body.embed_tokens = nn.Identity()  # never called: the model gets embeddings, not token ids
 
     def states(self, embedded: Tensor) -> Tensor:
-        """After the final norm, (B, T, H) -> (B, T, H); tokens see those before them."""
+        """Return the states after the final norm, (B, T, H) -> (B, T, H), with causal attention."""
         found: Tensor = self.body(inputs_embeds=embedded, use_cache=False).last_hidden_state
         return found
 
 
 def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_LAYERS["draft_model"]) -> SmallModel:
-    """A drafter in float32.
+    """Return a draft model in float32 with its initial weights.
 
     Args:
-      num_layers: where they begin at random.
+      num_layers: number of layers if they start with random weights.
 
-    Raises: ConfigError for sizes that do not go together, or layers that the target does not have; CheckpointError for
-      a folder whose model is of another kind, or of another vocabulary.
-    Randomness: torch's.
+    Raises: ConfigError for sizes that do not fit together, or layers that the target does not have; CheckpointError for
+      a folder with a model of another type or vocabulary.
+    Randomness: torch's global generator.
     """
     plan.check()
     if plan.start is not None:
@@ -90,20 +93,22 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
     shape = target.layer
     if plan.from_layers and target.layer_tensors is None:
         raise ConfigError(
-            f"the layers of {target.name} are not built as Llama's are, so no drafter can begin as some of them; leave "
-            "from_layers out, and its layers begin at random"
+            f"the layers of {target.name} differ from Llama's, so a draft model cannot start from them; leave "
+            "from_layers out to start with random weights"
         )
     wrong = [layer for layer in plan.from_layers if not 0 <= layer < target.num_layers]
     if wrong:
-        raise ConfigError(f"from_layers names {wrong}, and {target.name} has layers 0..{target.num_layers - 1}")
+        raise ConfigError(
+            f"from_layers contains {wrong}, but the layers of {target.name} are 0..{target.num_layers - 1}"
+        )
     width = plan.hidden_size or target.hidden_size
     if width != target.hidden_size and not plan.own_embeddings:
         raise ConfigError(
-            f"hidden_size is {width}, and embeddings of {target.name} are {target.hidden_size} wide; add "
+            f"hidden_size is {width}, but the embeddings of {target.name} are {target.hidden_size} wide; add "
             "own_embeddings, or leave hidden_size out"
         )
     if width % shape.head_dim:
-        raise ConfigError(f"hidden_size {width} is not a multiple of {shape.head_dim}, the width of a head; change it")
+        raise ConfigError(f"hidden_size is {width}; it must be a multiple of {shape.head_dim}, the width of a head")
     num_heads = shape.num_heads if width == target.hidden_size else width // shape.head_dim
     groups = shape.num_heads // shape.num_kv_heads
     config = LlamaConfig(
@@ -131,7 +136,7 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
 
 @torch.no_grad()
 def _begin(model: SmallModel, target: TargetParts, layers: tuple[int, ...]) -> None:
-    """Copy what the target knows: its embedding where widths are equal, and the chosen layers with the final norm."""
+    """Copy weights of the target: its embedding if the widths are equal, and the chosen layers with the final norm."""
     if model.embedding is not None and model.embedding.shape == target.embedding.shape:
         model.embedding.copy_(target.embedding)
     if layers and target.norm is not None:
@@ -144,24 +149,25 @@ def _begin(model: SmallModel, target: TargetParts, layers: tuple[int, ...]) -> N
 
 
 def _read(folder: Path, target: TargetParts) -> SmallModel:
-    """A drafter of an earlier training, or of anybody's that is a Llama over the target's vocabulary."""
+    """Read a draft model from an earlier training, or any Llama over the target's vocabulary."""
     found = read_checkpoint(folder)
     if found.config.get("model_type") != "llama" or found.config.get("vocab_size") != target.vocab_size:
         raise CheckpointError(
-            f"{folder} holds a model of type {found.config.get('model_type')!r} over {found.config.get('vocab_size')} "
-            f"tokens; training goes on from Llamas over the {target.vocab_size} of {target.name}"
+            f"{folder} contains a model of type {found.config.get('model_type')!r} over "
+            f"{found.config.get('vocab_size')} tokens; training can only continue from a Llama over the "
+            f"{target.vocab_size} tokens of {target.name}"
         )
     config = LlamaConfig(**found.config)
     tensors = {name.removeprefix("model."): tensor.float() for name, tensor in found.tensors.items()}
     embedding, output = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight", None)
     is_targets = torch.equal(embedding.bfloat16(), target.embedding.bfloat16().cpu())
     if output is not None and not is_targets:
-        raise CheckpointError(f"{folder} has an output layer beside an embedding of its own; tie them, as Llamas can")
+        raise CheckpointError(f"{folder} has an output layer apart from its own embedding; tie the two")
     model = SmallModel(config, has_embedding=not is_targets)
     try:
         model.body.load_state_dict(tensors)
     except RuntimeError as error:
-        raise CheckpointError(f"{folder} does not hold what its config says: {error}") from None
+        raise CheckpointError(f"the tensors in {folder} do not match its config: {error}") from None
     if model.embedding is not None:
         with torch.no_grad():
             model.embedding.copy_(embedding)
@@ -169,17 +175,19 @@ def _read(folder: Path, target: TargetParts) -> SmallModel:
 
 
 class DraftModelRecipe(Recipe):
-    """Forward KL and total variation between the target's distribution and the drafter's, after every token of answers.
+    """Training of a draft model by forward KL and total variation from the target's distribution, at every answer
+    token.
 
-    Forward KL is counted as cross entropy against that distribution, which differs by its entropy. Source: forward KL
-    on the target's own texts and total variation, DistillSpec (Zhou et al. 2023, arXiv:2310.08461); the chance that a
-    drafted token is accepted under rejection is 1 - total variation (Leviathan et al. 2022, arXiv:2211.17192).
+    Forward KL is computed as cross entropy against the target's distribution, which differs from it by the entropy of
+    that distribution. Source: forward KL on the target's own outputs and total variation, DistillSpec (Zhou et al.
+    2023, arXiv:2310.08461). The chance that a drafted token is accepted by rejection sampling is 1 - total variation
+    (Leviathan et al. 2022, arXiv:2211.17192).
 
     Args:
-      model: what is trained.
-      target: whose distribution is learned.
-      vocabulary: over which distributions are compared; tokens outside of it are not drafted.
-      total_variation: its share of the loss.
+      model: the model to train.
+      target: parts of the target whose distribution is learned.
+      vocabulary: tokens over which distributions are compared; other tokens are never drafted.
+      total_variation: share of total variation in the loss.
     """
 
     def __init__(
@@ -195,19 +203,19 @@ class DraftModelRecipe(Recipe):
         return distilled(states, self._output, target_logits, rows, weights, texts.counts, self._variation)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, H), of the drafter."""
+        """Embed tokens with the drafter's embedding, (B, T) -> (B, T, H)."""
         if self._model.embedding is not None:
             return nn.functional.embedding(token_ids, self._model.embedding)
         return self._target.embedded(token_ids, self._model.body.norm.weight.dtype)
 
     @property
     def _output(self) -> Tensor:
-        """(V_d, H), rows of the drafter's own embedding or of the target's output layer."""
+        """Output layer (V_d, H): rows of the drafter's own embedding, or of the target's output layer."""
         own = self._model.embedding
         return self._kept if own is None else self._vocabulary.rows_of_layer(own)
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """A whole model in transformers' layout, with the embeddings of the target where it uses these."""
+        """Return a whole model in transformers' layout, with the target's embeddings if it has none of its own."""
         model = self._model
         tensors = {f"model.{name}": tensor for name, tensor in model.body.state_dict().items()}
         tensors[EMBEDDING] = self._target.embedding if model.embedding is None else model.embedding.detach()

@@ -16,18 +16,18 @@ from foredraft.prompts.prompt_files import PromptLine, read_prompts_file
 from foredraft.prompts.prompts import chat_prompt
 
 SUFFIXES = (".jsonl", ".jsonl.xz", ".txt")
-"""Names of files of prompts that are read."""
+"""Suffixes of the files of prompts that are read from a folder."""
 
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """A prompt as a file has it.
+    """A prompt of a file.
 
     Args:
-      text: one turn of a user, or the text itself for a model without a chat template.
+      text: one user turn, or plain text for a model without a chat template.
       place: file and line, for messages.
-      answer: of the target; None where it is still to be made.
-      ended: False where the answer was cut.
+      answer: answer of the target; None if it is not generated yet.
+      ended: False if the answer was cut at the token limit.
     """
 
     text: str
@@ -37,18 +37,18 @@ class TrainingPrompt:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the text: what tells held-out prompts from others, whatever their order."""
+        """SHA-256 of the text. Held-out prompts are chosen by it, whatever the order of prompts."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text of the target: a prompt, and what the target said to it.
+    """A prompt and the target's answer.
 
     Args:
-      token_ids: of both.
-      prompt_length: how many of them the prompt has; losses count for the others.
-      key: names the example.
+      token_ids: tokens of prompt and answer.
+      prompt_length: number of prompt tokens; the loss counts only the tokens after them.
+      key: identifier of the example.
     """
 
     token_ids: tuple[int, ...]
@@ -61,42 +61,41 @@ class Example:
 
 
 def read_prompts(path: Path) -> list[TrainingPrompt]:
-    """Prompts of a file, or of all files of a folder: a prompt per line of a .txt, or JSON lines, xz-compressed or not.
+    """Read the prompts of a file, or of all files of a folder.
 
-    JSON has ``prompt``, ``text`` or ``turns``, of which the first is taken; and ``answer`` and ``ended`` where the
-    target has answered already.
+    A .txt file has one prompt per line; other files have JSON lines, xz-compressed or not. A JSON line has ``prompt``,
+    ``text`` or ``turns`` (of which the first is used), and optionally ``answer`` and ``ended`` for the target's answer.
 
-    Raises: PromptError for what cannot be read, a line without a prompt, or a file without any.
+    Raises: PromptError for a file that cannot be read, a line without a prompt, or a file without prompts.
     """
     path = path.expanduser()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
         if not files:
-            raise PromptError(f"{path} holds no files of prompts; want names that end in {', '.join(SUFFIXES)}")
+            raise PromptError(f"{path} contains no files of prompts; their names must end in {', '.join(SUFFIXES)}")
     else:
         files = [path]
     found = [_asked(line) for file in files for line in read_prompts_file(file)]
     if not found:
-        raise PromptError(f"{path} holds no prompts; give one per line")
+        raise PromptError(f"{path} contains no prompts; write one per line")
     return found
 
 
 def _asked(line: PromptLine) -> TrainingPrompt:
     answer, ended = line.keys.get("answer"), line.keys.get("ended", True)
     if not line.text.strip():
-        raise PromptError(
-            f"{line.place} holds no prompt; give prompt, text or turns (a list of text) that is not empty"
-        )
+        raise PromptError(f"{line.place} contains no prompt; give a non-empty prompt, text or turns (a list of text)")
     if not (answer is None or isinstance(answer, str)) or not isinstance(ended, bool):
         raise PromptError(
-            f"{line.place}: answer must be text and ended true or false; leave answer out to have it made"
+            f"{line.place}: answer must be text, and ended must be true or false; leave answer out to generate it"
         )
     check_unicode(line.text, line.place)
     return TrainingPrompt(line.text, line.place, answer, ended)
 
 
 def prompt_ids(asked: TrainingPrompt, tokenizer: Any, *, is_raw: bool = False) -> tuple[int, ...]:
-    """A prompt as the target gets it: through its chat template where it has one, and nobody asks otherwise."""
+    """Return the token ids of a prompt as the target gets it: in its chat template, if it has one and ``is_raw`` is
+    False."""
     if tokenizer.chat_template and not is_raw:
         ids = chat_prompt(tokenizer, [{"role": "user", "content": asked.text}])["prompt_token_ids"]
     else:
@@ -109,7 +108,7 @@ def prompt_ids(asked: TrainingPrompt, tokenizer: Any, *, is_raw: bool = False) -
 def example_of(
     asked: TrainingPrompt, tokenizer: Any, eos_token_ids: Sequence[int], max_length: int, *, is_raw: bool = False
 ) -> Example:
-    """A prompt and its answer as token ids, with EOS where the answer ended, cut to ``max_length`` tokens."""
+    """Return a prompt and its answer as token ids, with EOS if the answer ended, cut to ``max_length`` tokens."""
     prompt = prompt_ids(asked, tokenizer, is_raw=is_raw)
     answer = tuple(tokenizer(asked.answer or "", add_special_tokens=False)["input_ids"])
     if asked.ended:
@@ -118,7 +117,7 @@ def example_of(
 
 
 def key_of(parts: Iterable[int | str]) -> str:
-    """Names a text by its tokens, or several texts by their names."""
+    """Return a short hash of token ids, or of the keys of several examples."""
     return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
@@ -129,21 +128,21 @@ def _end_of(tokenizer: Any, eos_token_ids: Sequence[int]) -> int:
 
 @cache
 def evaluation_digests() -> frozenset[str]:
-    """Digests of the prompts of sets that drafters are compared on: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K."""
+    """Return digests of the prompts of common evaluation sets: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K."""
     text = (resources.files("foredraft.train") / "evaluation_sets.txt").read_text(encoding="ascii")
     return frozenset(text.split())
 
 
 def is_evaluation(text: str) -> bool:
-    """Whether a prompt is one of an evaluation set, up to blanks and capitals; such prompts are never trained on."""
+    """Return whether a prompt is in an evaluation set, ignoring blanks and case. Such prompts are never trained on."""
     return prompt_digest(text) in evaluation_digests()
 
 
 def prompt_digest(text: str) -> str:
-    """Digest of a prompt, whatever its blanks and capitals: 12 hexadecimal digits."""
+    """Return the digest of a prompt, ignoring blanks and case: 12 hexadecimal digits."""
     return hashlib.sha256(" ".join(text.split()).lower().encode()).hexdigest()[:12]
 
 
 def is_held_out(digest: str, one_in: int) -> bool:
-    """Whether a prompt is kept from training: by the hash of its text, so that no order or selection changes it."""
+    """Return whether a prompt is held out, by the hash of its text, so that order and selection have no influence."""
     return int(digest[:8], 16) % one_in == 0

@@ -1,4 +1,4 @@
-"""Features of the target along examples: computed online, or from a cache on disk that fills as training goes on."""
+"""Features of the target along examples: computed online, or read from a cache on disk that fills during training."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ SHARD_TOKENS = 32_768
 INDEX = "index.jsonl"
 
 Streams = dict[int, Tensor]
-"""By layer of the target, what enters it after every token, (T, H); by the number of layers, the last hidden state
-after the final norm."""
+"""Features by layer of the target: the layer's input after every token, (T, H). The key ``num_layers`` is the last
+hidden state after the final norm."""
 
 
 Features = Callable[[Sequence[Example]], list[Streams]]
-"""Returns the features of examples."""
+"""Function that returns the features of examples."""
 
 
 def target_features(target: CausalLM, layers: Sequence[int], examples: Sequence[Example]) -> list[Streams]:
-    """Features from one forward of the target over all examples.
+    """Return the features of examples from one forward pass of the target over all of them.
 
     Args:
-      target: on the device of training.
-      layers: numbers of layers whose inputs are read; the number of layers for the last hidden state.
+      target: the target, on the device of training.
+      layers: indices of layers whose inputs are read; ``num_layers`` for the last hidden state.
     """
     last = target.num_layers
     wanted = Wanted(last in layers, tuple(sorted({*layers} - {last})))
@@ -51,17 +51,17 @@ def target_features(target: CausalLM, layers: Sequence[int], examples: Sequence[
 
 
 class FeatureCache:
-    """Features in shards on disk, computed where they are missing. A full disk ends writing, not training.
+    """Features in shards on disk, computed if missing. If the disk is full, writing stops and training goes on.
 
     Args:
-      source: computes what is not there yet.
-      folder: of the shards; several trainings over one target may share it, also such that want other layers.
-      layers: that are wanted.
+      source: function that computes missing features.
+      folder: folder of the shards. Several trainings over one target may share it, even if they read different layers.
+      layers: indices of the layers to read.
     """
 
     def __init__(self, source: Features, folder: Path, layers: Sequence[int]) -> None:
         self._source, self._folder, self._layers = source, folder, tuple(layers)
-        self._open: dict[Example, Streams] = {}  # of the shard that is not written yet
+        self._open: dict[Example, Streams] = {}  # examples of the shard that is not written yet
         self._places: dict[str, tuple[str, int, int]] = {}
         self._layers_in: dict[str, frozenset[str]] = {}
         self._num_read = 0
@@ -73,7 +73,7 @@ class FeatureCache:
         return example.key in self._places
 
     def __call__(self, examples: Sequence[Example]) -> list[Streams]:
-        """Features of examples, read where they are kept."""
+        """Return the features of examples, read from disk if they are stored."""
         if any(example.key not in self._places for example in examples):
             self._read_index()
         missing = [example for example in examples if example.key not in self._places]
@@ -84,7 +84,7 @@ class FeatureCache:
         return [made[example.key] if example.key in made else self._read(example) for example in examples]
 
     def close(self) -> None:
-        """Write what is still open."""
+        """Write the features that are not on disk yet."""
         self._write()
 
     def _read(self, example: Example) -> Streams:
@@ -98,10 +98,10 @@ class FeatureCache:
             self._write()
 
     def _write(self) -> None:
-        """A shard becomes visible by its lines in the index, which are written last.
+        """Write a shard. The index is written last, and only then the shard becomes visible.
 
-        Its name is made of all that it holds, so that trainings which fill the folder at the same time, each with what
-        the others do not have, never replace each other's shards by others.
+        The name of a shard depends on all of its contents. So trainings that fill the folder at the same time never
+        replace a shard of another by different contents.
         """
         shard, self._open = self._open, {}
         if not shard:
@@ -122,14 +122,14 @@ class FeatureCache:
             beside.unlink(missing_ok=True)
             self._is_full = True
             logger.warning(
-                "features are not kept any more: %s cannot be written (%s). Training goes on; what is not kept is "
-                "computed again in every epoch",
+                "features are no longer stored: %s cannot be written (%s). Training continues; features that are not "
+                "stored are computed again in every epoch",
                 self._folder,
                 getattr(error, "strerror", None) or error,
             )
 
     def _read_index(self) -> None:
-        """Take in the lines that are new: other processes may be writing too."""
+        """Read new lines of the index, because other processes may write as well."""
         index = self._folder / INDEX
         if not index.exists():
             return
@@ -141,13 +141,13 @@ class FeatureCache:
         for line in whole.splitlines():
             try:
                 key, file, start, stop = json.loads(line)
-            except ValueError:  # cut off
+            except ValueError:  # the line was cut off
                 continue
             if self._has_all(file):
                 self._places[key] = (file, start, stop)
 
     def _has_all(self, file: str) -> bool:
-        """Whether a shard holds every layer that is wanted: those of other trainings may hold others."""
+        """Return whether a shard contains every layer to read; shards of other trainings may contain other layers."""
         if file not in self._layers_in:
             with safe_open(self._folder / file, framework="pt") as shard:
                 self._layers_in[file] = frozenset(shard.keys())

@@ -1,4 +1,5 @@
-"""The recipes of heads: one per depth (Medusa, Hydra, Hydra++), or one that goes on from its own features (EAGLE)."""
+"""Recipes of heads: one head per depth (Medusa, Hydra, Hydra++), or one that continues from its own features
+(EAGLE)."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from foredraft.train.recipe import Recipe, TargetParts, Texts
 
 
 class MedusaRecipe(Recipe):
-    """Cross entropy of every head against the tokens of the text, less for later ones.
+    """Training of Medusa heads by cross entropy against the tokens of the text, with smaller weights for later heads.
 
-    Source: Medusa (Cai et al. 2024, arXiv:2401.10774), Medusa-1: head k counts 0.8^k.
+    Source: Medusa (Cai et al. 2024, arXiv:2401.10774), Medusa-1: head k has the weight 0.8^k.
 
     Args:
-      heads: with output layers of their own, or over the target's.
-      target: whose last hidden states are read.
+      heads: heads with their own output layers, or over the target's.
+      target: parts of the target whose last hidden states are read.
+      decay: ratio of the weights of consecutive heads.
     """
 
     def __init__(self, heads: MedusaHeads, target: TargetParts, decay: float = 0.8) -> None:
@@ -45,7 +47,7 @@ class MedusaRecipe(Recipe):
         return found
 
     def _said(self, states: Tensor) -> Tensor:
-        """The target's output layer, for the tokens that can be drafted."""
+        """Apply the target's output layer, restricted to the tokens that can be drafted."""
         return nn.functional.linear(states, self._kept.to(states.dtype))
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -53,16 +55,18 @@ class MedusaRecipe(Recipe):
 
 
 class HydraRecipe(Recipe):
-    """Soft cross entropy of every head against the target's distribution, given the tokens of the text before it.
+    """Training of Hydra heads by cross entropy against the target's distribution, given the preceding tokens of the
+    text.
 
-    Source: Hydra (Ankner et al. 2024, arXiv:2402.05109); Hydra++ where the heads have a prefix layer; noise as in the
-    published code, after NEFTune (Jain et al. 2023, arXiv:2310.05914): the same on embeddings and hidden states, and on
-    embeddings alone where there is a prefix layer. Deviation: heads may share the target's output layer.
+    Source: Hydra (Ankner et al. 2024, arXiv:2402.05109), and Hydra++ if the heads have a prefix layer. Noise is added
+    as in the published code, after NEFTune (Jain et al. 2023, arXiv:2310.05914): the same noise on embeddings and
+    hidden states, or on embeddings alone if there is a prefix layer. Deviation: heads may share the target's output
+    layer.
 
     Args:
-      heads: over the target's output layer.
-      target: whose last hidden states are read.
-      noise: its strength; the published heads have 0.
+      heads: heads over the target's output layer.
+      target: parts of the target whose last hidden states are read.
+      noise: strength of the noise; the published heads have 0.
     """
 
     def __init__(self, heads: HydraHeads, target: TargetParts, noise: float = 0.0) -> None:
@@ -104,7 +108,7 @@ class _EagleRecipe(Recipe):
 
     @property
     def _output(self) -> Tensor:
-        """(V_d, H), the head's own or the kept rows of the target's."""
+        """Output layer (V_d, H): the head's own, or the kept rows of the target's."""
         return self._kept if self.head.lm_head is None else self.head.lm_head.weight
 
     def _streams(self, streams: Streams) -> Tensor:
@@ -116,16 +120,17 @@ class _EagleRecipe(Recipe):
 
 
 class Eagle3Recipe(_EagleRecipe):
-    """Soft cross entropy against the target's distribution over the draft vocabulary, at several steps of a draft.
+    """Training of an EAGLE-3 head by cross entropy against the target's distribution, over several steps of a draft.
 
-    Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviation: a place counts where the token of the text can be
-    drafted, not the target's likeliest, which saves its logits over the whole vocabulary.
+    Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviation: a position counts if the token of the text is in the
+    draft vocabulary, not if the target's most likely token is. This saves the target's logits over the whole
+    vocabulary.
 
     Args:
-      head: with an output layer of its own, or over rows of the target's.
-      target: whose features and distributions are learned.
-      num_steps: that are unrolled; the paper has 7.
-      decay: factor of the loss from step to step; the paper has 0.8.
+      head: head with its own output layer, or over rows of the target's.
+      target: parts of the target whose features and distributions are learned.
+      num_steps: number of unrolled steps; 7 in the paper.
+      decay: factor of the loss from step to step; 0.8 in the paper.
     """
 
     def __init__(self, head: EagleHead, target: TargetParts, num_steps: int = 4, decay: float = 0.8) -> None:
@@ -143,16 +148,16 @@ class Eagle3Recipe(_EagleRecipe):
 
 
 class EagleRecipe(_EagleRecipe):
-    """Regression of the target's next feature, and a tenth of the cross entropy of what its output layer makes of it.
+    """Training of an EAGLE head by regression of the target's next feature, plus cross entropy of the predicted token.
 
-    Features are fed with uniform noise. Source: EAGLE (Li et al. 2024, arXiv:2401.15077).
+    Uniform noise is added to the input features. Source: EAGLE (Li et al. 2024, arXiv:2401.15077).
 
     Args:
-      head: of generation 1.
-      target: whose features are learned.
-      vocabulary: over which the cross entropy is taken.
-      noise: half the width of the noise at 512 tokens; it falls with the length of a text.
-      weight: of the cross entropy; the paper has 0.1.
+      head: head of generation 1.
+      target: parts of the target whose features are learned.
+      vocabulary: tokens over which the cross entropy is computed.
+      noise: half the width of the noise at 512 tokens; it is inversely proportional to the length of a text.
+      weight: weight of the cross entropy; 0.1 in the paper.
     """
 
     def __init__(
@@ -178,11 +183,11 @@ class EagleRecipe(_EagleRecipe):
 
 
 class UnrolledAttention:
-    """Attention of texts and of drafts that go on with them: keys and values of all steps, with their gradients.
+    """Attention of texts and of drafts that continue them, with keys and values of all steps and their gradients.
 
-    The entries of a text see those that the mask of the first step has; a draft sees these and its own tokens, one of
-    every later step. As products and a softmax: on a CPU, in bfloat16 and with a mask, the gradient of the fused kernel
-    is slow, a seventh of a step of training.
+    Entries of a text attend as the mask of the first step allows. A draft attends to the same entries and to its own
+    tokens, one per later step. Attention is computed as products and a softmax: on a CPU, in bfloat16 and with a mask,
+    the gradient of the fused kernel is slow and takes a seventh of a training step.
     """
 
     def __init__(self) -> None:
@@ -195,7 +200,7 @@ class UnrolledAttention:
     def __call__(
         self, module: Any, query: Tensor, _key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
-        """(B, heads, N, D) -> (B, N, heads, D), behind a mask (B, 1, N, entries)."""
+        """Attend, (B, heads, N, D) -> (B, N, heads, D), with a mask (B, 1, N, entries)."""
         assert mask is not None
         (keys, values), *drafted = self._steps[module.index]
         rows, heads, num_nodes, size = query.shape
@@ -213,23 +218,24 @@ class UnrolledAttention:
 
 
 def unrolled(head: EagleHead, features: Tensor, embedded: Tensor, entries: Tensor, num_steps: int) -> Iterator[Tensor]:
-    """Run a head along texts as it would draft there, several tokens deep.
+    """Run a head along texts as it would draft from every entry, several tokens deep.
 
-    Entry t of the first step is made of the target's feature after token t and of token t + 1. Step j feeds a draft
-    token t + 1 + j with what step j - 1 has put out, at position t + j; it sees the entries of the first step up to t
-    and its own of the later steps, which is what a draft sees that begins after token t + 1.
+    The input of entry t in the first step is the target's feature after token t, with token t + 1. In step j the input
+    is token t + 1 + j with the output of step j - 1, at position t + j. It attends to the entries of the first step up
+    to t and to its own entries of the later steps. That is what a draft attends to that begins after token t + 1.
 
-    Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), training-time test. Deviation: entries outside of the answer are
-    made, and no drafts from them.
+    Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), training-time test. Deviation: entries outside the answer are
+    computed, but no drafts begin there.
 
     Args:
-      features: (B, S, H), of `EagleHead.features`.
-      embedded: (B, S, H), of the tokens 0 to S - 1.
-      entries: int64 (B, A), from which drafts begin, at most S - 3.
-      num_steps: 1 or more.
+      features: (B, S, H), result of `EagleHead.features`.
+      embedded: (B, S, H), embeddings of the tokens 0 to S - 1.
+      entries: int64 (B, A), entries from which drafts begin, at most S - 3.
+      num_steps: number of steps, 1 or more.
 
-    Yields: by step (B x A, H), whose token in the text is t + 2 + j; of a draft whose text has ended before, anything.
-    Exactness: equals what `foredraft.drafters.heads.eagle` computes for a draft along the text, up to rounding.
+    Yields: outputs of every step, (B x A, H), which predict token t + 2 + j of the text; arbitrary values for drafts
+      beyond the end of their text.
+    Exactness: equals the drafts of `foredraft.drafters.heads.eagle` along the text, up to rounding.
     """
     rows, size = embedded.shape[0], embedded.shape[1] - 2
     every = torch.arange(rows, device=features.device)[:, None]

@@ -1,4 +1,4 @@
-"""The losses of learned drafters, each as its paper has it."""
+"""The losses of learned drafters, as defined in their papers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_ELEMENTS = 400_000
-"""Logits of a block on a CPU, in float32 about 1.6 MB: what the second-level cache of a core holds."""
+"""Number of logits per block on a CPU: about 1.6 MB in float32, which fits into the second-level cache of a core."""
 
 BLOCK_ELEMENTS_ELSEWHERE = 1 << 26
-"""And on an accelerator, where every call takes longer than the numbers of such a block."""
+"""Number of logits per block on an accelerator, where the overhead of a call outweighs the work on a smaller block."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Share of one head, or of one step of drafting, in the loss.
+    """Contribution of one head, or of one step of drafting, to the loss.
 
     Args:
-      loss: sum over places, a scalar with gradients.
-      num_places: that have a token to draft, whether it can be drafted or not.
-      num_right: at how many of these the likeliest token is the target's (or that of the text).
+      loss: sum over positions, a scalar with gradients.
+      num_places: number of positions with a token to draft, including tokens outside the draft vocabulary.
+      num_right: number of these positions at which the most likely token is that of the target (or of the text).
     """
 
     loss: Tensor
@@ -41,15 +41,15 @@ def distilled(
     counts: Sequence[int],
     variation: float = 0.0,
 ) -> list[Part]:
-    """Soft cross entropy against the target's distribution, of several heads or steps one after the other, summed.
+    """Return summed cross entropies against the target's distribution, one part per head or step.
 
     Args:
-      states: (M, H), what the output layer reads.
+      states: (M, H), input of the output layer, for the positions of all heads or steps one after the other.
       weight: (V_d, H), the output layer.
       target_logits: (N, V_d), logits of the target.
-      rows: int64 (M,), the row of the distribution for each place.
-      weights: (M,), 0 at places that do not count.
-      counts: how many places every head or step has; M together.
+      rows: int64 (M,), row of ``target_logits`` for every position.
+      weights: (M,), weight of every position; 0 if it does not count.
+      counts: numbers of positions of every head or step, with the sum M.
       variation: share of total variation in the loss; the rest is cross entropy.
     """
     losses, is_right = DistilledOutput.apply(states, weight, target_logits, rows, variation)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def distilled(
 
 
 def hard(logits: Tensor, labels: Tensor) -> Part:
-    """Cross entropy against the tokens of the text, summed.
+    """Return the summed cross entropy against the tokens of the text.
 
     Args:
       logits: (M, V).
@@ -73,7 +73,7 @@ def hard(logits: Tensor, labels: Tensor) -> Part:
 
 
 def feature_regression(outputs: Tensor, features: Tensor) -> Tensor:
-    """Smooth L1 between predicted and true features, mean over their numbers and sum over places: (M, H) -> scalar.
+    """Return smooth L1 between predicted and true features, (M, H) -> scalar: mean over H, and sum over positions.
 
     Source: EAGLE (Li et al. 2024, arXiv:2401.15077).
     """
@@ -85,25 +85,28 @@ def feature_regression(outputs: Tensor, features: Tensor) -> Tensor:
 
 
 class DistilledOutput(torch.autograd.Function):
-    """Cross entropy of ``states @ weight.T`` against distributions, by place, with its gradient computed on the way.
+    """Cross entropy of ``states @ weight.T`` against distributions, per position, with the gradient computed in
+    forward.
 
-    With l = states @ weight.T, q = softmax(l) and p = softmax(target_logits): log sum exp(l) - p . l, whose gradient by
-    l is q - p. A share of it may be total variation instead, sum |q - p| / 2, whose gradient is q (s - s . q) / 2 with
-    s = sign(q - p). The upstream gradient is one number per place, so it can be multiplied in later.
+    With l = states @ weight.T, q = softmax(l) and p = softmax(target_logits), the loss is log sum exp(l) - p . l, and
+    its gradient with respect to l is q - p. A share of the loss may be total variation, sum |q - p| / 2, with the
+    gradient q (s - s . q) / 2 for s = sign(q - p). The upstream gradient is one number per position, so backward can
+    multiply by it.
     """
 
     @staticmethod
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, target_logits: Tensor, places: Tensor, variation: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """
+        """Compute the losses, and keep the gradient for `backward`.
+
         Args:
           states: (M, H).
           weight: (V_d, H).
-          target_logits: (N, V_d) of the distributions.
-          places: int64 (M,), the distribution of each place.
+          target_logits: (N, V_d), logits of the distributions.
+          places: int64 (M,), row of ``target_logits`` for every position.
           variation: share of total variation.
-        Returns: losses (M,) in float32 or wider; bool (M,), whether the likeliest token is that of the distribution.
+        Returns: losses (M,) in float32 or wider; bool (M,), True where the most likely token is the distribution's.
         """
         wide = torch.float64 if states.dtype == torch.float64 else torch.float32
         narrow = weight.dtype if not weight.requires_grad or wide == torch.float64 else states.dtype
@@ -130,7 +133,7 @@ class DistilledOutput(torch.autograd.Function):
                 losses[block] = (1 - variation) * losses[block] + variation * apart
                 logits[block] = own.sub_(target).mul_(1 - variation).add_(by_variation, alpha=variation)
                 continue
-            logits[block] = own.sub_(target)  # from here on the gradient
+            logits[block] = own.sub_(target)  # the buffer of logits now contains the gradient
         ctx.save_for_backward(logits @ weight.detach().to(narrow), *((logits, states) if weight.requires_grad else ()))
         ctx.mark_non_differentiable(right)
         return losses, right
@@ -146,7 +149,8 @@ class DistilledOutput(torch.autograd.Function):
 
 
 def _varied(own: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Total variation of distributions (M, V_d), and its gradient by the logits of the first: (M,) and (M, V_d)."""
+    """Return the total variation of distributions (M, V_d), and its gradient for the logits of ``own``: (M,), (M,
+    V_d)."""
     apart = own - target
     sign = apart.sign()
     gradient = 0.5 * own * (sign - torch.linalg.vecdot(sign, own)[:, None])

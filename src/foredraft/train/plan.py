@@ -1,4 +1,4 @@
-"""Settings of one training."""
+"""Settings of one training run."""
 
 from __future__ import annotations
 
@@ -12,36 +12,41 @@ from foredraft.train.draft_model import SmallPlan
 from foredraft.train.recipe import NUM_LAYERS, WITH_LAYER
 
 POSITIVE = ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps", "evaluate_tokens")
-"""Numbers that have to be above 0."""
+"""Settings that must be positive."""
 
 FORWARD_TOKENS = 32_768
-"""Tokens of a forward where nothing is said, on an accelerator: every call takes longer than few tokens do there."""
+"""Default number of tokens per forward pass on an accelerator, where small passes waste most of their time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings of one training.
+    """Settings of one training run.
 
     Args:
-      method: see `foredraft.train.recipe.METHODS`.
-      out: folder of everything that is made; a run that was begun there goes on.
-      prompts: file or folder; None for prompts of the target's own alone.
-      own_prompts: how many prompts the target asks itself.
-      epochs: how often the examples are gone through; a fraction takes a part of them.
-      forward_tokens: of texts side by side in one forward, padding included; None for one text after the other on a
-        CPU, and `FORWARD_TOKENS` elsewhere.
-      draft_vocabulary: how many tokens can be drafted.
-      one_in: of how many prompts one is held out.
+      method: method of the drafter; see `foredraft.train.recipe.METHODS`.
+      out: folder for all results. A run that was begun there is continued.
+      prompts: file or folder of prompts; None to use only prompts that the target invents.
+      own_prompts: number of prompts that the target invents.
+      epochs: number of passes over the examples; a fraction uses a part of them.
+      batch_tokens: answer tokens per optimiser step, approximately.
+      forward_tokens: tokens per forward pass over padded texts, padding included; 0 for one text at a time. None means
+        0 on a CPU and `FORWARD_TOKENS` elsewhere.
+      draft_vocabulary: number of tokens that can be drafted.
+      num_steps: number of unrolled steps of EAGLE-3.
+      one_in: one of this many prompts is held out.
+      num_measured: number of held-out prompts to measure tau on.
       evaluate_tokens: answer tokens between two measurements.
-      patience: measurements without a better tau after which training ends; 0 for never.
-      features: folder of kept features; None computes them each time.
-      max_length: tokens at which texts are cut.
-      max_answer_tokens: tokens at which answers of the target are cut.
-      raw: prompts are texts to go on with, without the chat template.
-      small: what a drafter that is a model is made of.
-      num_layers: of the MLP of every head, or of a draft model that begins at random; None for those of `NUM_LAYERS`.
-      intermediate_size: of the MLP of the decoder layer in heads that have one; None for the target's.
-      input_noise: of Hydra and Hydra++; see `HydraRecipe`.
+      checkpoint_seconds: seconds between two checkpoints.
+      patience: number of measurements without a better tau after which training ends; 0 for no limit.
+      features: folder for stored features; None to compute them each time.
+      max_length: number of tokens at which texts are cut.
+      max_answer_tokens: number of tokens at which generated answers are cut.
+      raw: True for prompts without the chat template.
+      small: layers and embeddings of a draft model.
+      num_layers: number of layers in the MLP of every head, or of a draft model with random weights; None for
+        `NUM_LAYERS`.
+      intermediate_size: MLP width of the decoder layer in heads that have one; None for the target's.
+      input_noise: strength of the noise for Hydra and Hydra++; see `HydraRecipe`.
     """
 
     method: str
@@ -71,29 +76,33 @@ class Plan:
     seed: int = 0
 
     def answer_params(self, number: int) -> SamplingParams:
-        """Parameters of the answer to a prompt: every second one is sampled, the others are greedy."""
+        """Return the parameters of the answer to a prompt: every second answer is sampled, and the others are
+        greedy."""
         if number % 2 == 0:
             return SamplingParams(temperature=0.0, max_tokens=self.max_answer_tokens)
         return SamplingParams(temperature=0.8, top_p=0.95, max_tokens=self.max_answer_tokens, seed=self.seed + number)
 
     def check(self) -> None:
-        """Raises: ConfigError."""
+        """Raise ConfigError for values out of range, or settings that do not apply to the method."""
         if self.prompts is None and not self.own_prompts:
-            raise ConfigError("there is nothing to train on; give --prompts, or --own-prompts for a target that chats")
+            raise ConfigError("there are no prompts; use --prompts, or --own-prompts for a target with a chat template")
         for name in POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive and finite")
         for name in ("own_prompts", "patience", "forward_tokens"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.one_in < 2:
-            raise ConfigError(f"one prompt in {self.one_in} cannot be held out; want 2 or more")
+            raise ConfigError(f"one_in is {self.one_in}; one prompt of that many is held out, so it must be 2 or more")
         if self.method != "draft_model" and self.small != SmallPlan():
             raise ConfigError(
-                f"layers and embeddings are chosen for draft_model, not for {self.method}; leave them out"
+                f"from_layers, hidden_size, own_embeddings, start and total_variation are for draft_model, not for "
+                f"{self.method}; leave them out"
             )
         if not 0 <= self.input_noise < math.inf or (self.input_noise and not self.method.startswith("hydra")):
-            raise ConfigError(f"input_noise is {self.input_noise} for {self.method}; it is for hydra, 0 or more")
+            raise ConfigError(
+                f"input_noise is {self.input_noise} for {self.method}; it is for hydra and hydra++, 0 or more"
+            )
         width = self.intermediate_size
         if width is not None and (width < 1 or self.method not in WITH_LAYER):
             raise ConfigError(
@@ -103,7 +112,7 @@ class Plan:
         self.small.check()
 
     def tokens_of_forward(self, device: str) -> int:
-        """Tokens of one forward on a type of device; 0 for one text after the other."""
+        """Return the tokens per forward pass on a type of device; 0 for one text at a time."""
         if self.forward_tokens is not None:
             return self.forward_tokens
         return 0 if device == "cpu" else FORWARD_TOKENS
@@ -114,10 +123,12 @@ class Plan:
             return
         if self.method not in NUM_LAYERS:
             raise ConfigError(
-                f"num_layers is {number}, and heads of {self.method} have one decoder layer; it is for "
-                f"{', '.join(NUM_LAYERS)}: leave it out"
+                f"num_layers is {number}, but heads of {self.method} have one decoder layer; leave it out (it is for "
+                f"{', '.join(NUM_LAYERS)})"
             )
         if number < 1:
-            raise ConfigError(f"num_layers is {number}; want 1 layer or more")
+            raise ConfigError(f"num_layers is {number}; it must be 1 or more")
         if self.small.from_layers or self.small.start is not None:
-            raise ConfigError(f"num_layers is {number}, and from_layers or start says what layers there are; give one")
+            raise ConfigError(
+                f"num_layers is {number}, but from_layers or start determines the layers; use one of them"
+            )

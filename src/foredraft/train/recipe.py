@@ -1,4 +1,4 @@
-"""Recipes of training: a module, the features that it reads, and its losses along an example."""
+"""Recipes of training: a module to train, the features that it reads, and its losses along an example."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from foredraft.train.losses import Part
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts side by side, where drafts of them begin, and what they go on with.
+    """A batch of texts, the entries where drafts begin, and the tokens that the drafts should predict.
 
-    Entry t of a text knows what the target has computed after token t; a draft from it follows token t + 1, and its
-    token at depth k, counted from 0, is token t + 2 + k of the text. The A drafts of a text begin at one entry after
-    the other, the first at that of the last token but one of the prompt; fewer are filled up with more of the last.
+    Entry t of a text has the target's features after token t. A draft from entry t follows token t + 1, and its token
+    at depth k, counted from 0, is token t + 2 + k of the text. The A drafts of a text begin at consecutive entries, the
+    first at the last but one token of the prompt. Texts with fewer drafts repeat their last entry.
 
     Args:
-      token_ids: int64 (B, T), filled up with 0.
-      lengths: int64 (B,), tokens of the texts.
-      entries: int64 (B, A), from which drafts begin.
-      places: by depth int64 (M_k,): which of the B x A drafts have a token of the text at that depth; maybe none.
-      target_rows: by depth int64 (M_k,): the draft of `places[0]` after whose pending token the target has the
-        distribution of that depth; 3 drafts and 2 of them deeper give 0 1 2, and 1 2.
-      tokens: by depth int64 (M_k,), of the texts.
+      token_ids: int64 (B, T), padded with 0.
+      lengths: int64 (B,), number of tokens of every text.
+      entries: int64 (B, A), entries where drafts begin.
+      places: int64 (M_k,) per depth k, indices of those of the B x A drafts for which the text has a token at that
+        depth.
+      target_rows: int64 (M_k,) per depth k, row of the target's logits for every draft of ``places[k]``. The rows of
+        these logits are the drafts of ``places[0]``. For 3 drafts, of which 2 are deeper, they are 0 1 2, and 1 2.
+      tokens: int64 (M_k,) per depth k, tokens of the texts.
     """
 
     token_ids: Tensor
@@ -47,7 +48,7 @@ class Texts:
 
     @classmethod
     def of(cls, examples: Sequence[Example], depths: int, device: torch.device) -> Texts | None:
-        """None where no text has a token to draft."""
+        """Return the batch of some examples; None if no text has a token to draft."""
         first = torch.tensor([max(0, example.prompt_length - 2) for example in examples])
         lengths = torch.tensor([len(example.token_ids) for example in examples])
         counts = (lengths - 2 - first).clamp(min=0)
@@ -75,44 +76,47 @@ class Texts:
 
     @property
     def counts(self) -> list[int]:
-        """Drafts that have a token at each depth."""
+        """Number of drafts that have a token at each depth."""
         return [len(places) for places in self.places]
 
     def noise(self, like: Tensor, widest: Tensor) -> Tensor:
-        """Uniform noise in the shape of states (B, T, H), between plus and minus a number of each text, (B,)."""
+        """Return uniform noise in the shape of states (B, T, H), with an absolute value of at most ``widest`` (B,) per
+        text."""
         return (2 * torch.rand_like(like) - 1) * widest[:, None, None].to(like.dtype)
 
     def after(self, states: Tensor, distance: int = 0) -> Tensor:
-        """(B, T, H) -> (B x A, H): of every draft the state so many tokens behind its entry; where a text has none
-        there, any."""
+        """Return the state ``distance`` tokens after the entry of every draft, (B, T, H) -> (B x A, H).
+
+        The state is arbitrary if the text ends before.
+        """
         rows = torch.arange(len(self.entries), device=states.device)[:, None]
         return states[rows, (self.entries + distance).clamp(max=states.shape[1] - 1)].flatten(0, 1)
 
 
 METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
-"""Methods whose drafters can be trained; "eagle2" makes the heads of "eagle"."""
+"""Methods whose drafters can be trained. "eagle2" trains the same heads as "eagle"."""
 
 WITH_LAYER = ("hydra++", "eagle", "eagle2", "eagle3")
-"""Methods whose heads have a decoder layer of their own."""
+"""Methods whose heads have their own decoder layer."""
 
 NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
-"""Layers of a drafter by method, where nothing is said: of the MLP of every head, as published, or of a draft model."""
+"""Default number of layers by method: of the MLP of every head, as published, or of a draft model."""
 
 
 @dataclass(frozen=True)
 class TargetParts:
-    """Parts of a target that recipes read, frozen.
+    """Parts of a target that recipes read. They are not trained.
 
     Args:
-      name: of the target.
-      embedding, output: (V, H), its input embedding and output layer.
-      norm: (H,), weight of its final norm; None where it has no such norm.
+      name: name of the target.
+      embedding, output: (V, H), input embedding and output layer.
+      norm: (H,), weight of the final norm; None if the target has no such norm.
       num_layers: L.
-      layer: sizes of its decoder layers.
-      eos_token_ids: that end a text.
-      layer_tensors: returns the tensors of a decoder layer by name; None where layers are not built as Llama's, so that
-        drafters begin with random numbers.
-      context: tokens that its positions reach.
+      layer: sizes of the decoder layers.
+      eos_token_ids: tokens that end an output.
+      layer_tensors: function that returns the tensors of a decoder layer by name; None if layers differ from Llama's,
+        so that drafters start with random weights.
+      context: length of the context in tokens.
     """
 
     name: str
@@ -131,7 +135,7 @@ class TargetParts:
 
     @property
     def is_tied(self) -> bool:
-        """Whether its output layer is its embedding."""
+        """True if the output layer is the embedding."""
         return self.output.data_ptr() == self.embedding.data_ptr() or torch.equal(self.output, self.embedding)
 
     @property
@@ -139,7 +143,7 @@ class TargetParts:
         return len(self.output)
 
     def embedded(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """(...) -> (..., H)."""
+        """Embed tokens, (...) -> (..., H)."""
         return nn.functional.embedding(token_ids, self.embedding).to(dtype)
 
 
@@ -147,15 +151,15 @@ class Recipe(ABC):
     """Training of one kind of drafter over a target.
 
     Args:
-      module: what is trained.
-      target: whose features and distributions are learned.
-      vocabulary: tokens that can be drafted, over which distributions are compared.
-      weights: of its parts, by step or head.
-      streams: layers of the target whose inputs it reads, beside the last hidden state.
-      depths: of the drafts that it learns; one for every part where nothing is said.
+      module: the module to train.
+      target: parts of the target whose features and distributions are learned.
+      vocabulary: tokens that can be drafted, and over which distributions are compared.
+      weights: weights of the losses, by step or head.
+      streams: layers of the target whose inputs are read, besides the last hidden state.
+      depths: depth of the drafts that it learns; 0 for the number of weights.
 
     Attributes:
-      layers: of the target, whose inputs it reads; the number of layers for the last hidden state.
+      layers: indices of the layers of the target whose inputs are read; ``num_layers`` for the last hidden state.
     """
 
     def __init__(
@@ -171,15 +175,15 @@ class Recipe(ABC):
         self.layers: tuple[int, ...] = tuple(sorted({*streams, target.num_layers}))
         self._target = target
         self._vocabulary = vocabulary
-        self._kept = vocabulary.rows_of_layer(target.output)  # (V_d, H), of the target's output layer
+        self._kept = vocabulary.rows_of_layer(target.output)  # (V_d, H), draftable rows of the target's output layer
         self._t2d = vocabulary.t2d.to(target.output.device)
         self._depths = depths or len(weights)
 
     def parts(self, examples: Sequence[Example], streams: Sequence[Streams]) -> list[Part]:
-        """Losses along texts side by side, by step or head; none where every answer is too short.
+        """Return the losses of a batch of texts, by step or head; an empty list if every answer is too short.
 
         Args:
-          streams: of each example.
+          streams: features of each example.
         """
         device = self._target.output.device
         texts = Texts.of(examples, self._depths, device)
@@ -190,27 +194,28 @@ class Recipe(ABC):
 
     @torch.no_grad()
     def _target_logits(self, texts: Texts, streams: Streams) -> Tensor:
-        """Logits (M_0, V_d) of the target after the pending tokens of drafts, which `Texts.target_rows` counts."""
+        """Return the target's logits (M_0, V_d) after the pending tokens of all drafts; `Texts.target_rows` are their
+        rows."""
         last_hidden = streams[self._target.num_layers]
         return texts.after(last_hidden, 1)[texts.places[0]].to(self._kept.dtype) @ self._kept.T
 
     def _weights(self, texts: Texts) -> Tensor:
-        """1 where the token that is to be drafted can be, 0 elsewhere, one depth after the other: (M,)."""
+        """Return 1 for tokens in the draft vocabulary and 0 for others, one depth after the other: (M,)."""
         return self._t2d[torch.cat(texts.tokens)].float()
 
     @abstractmethod
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
-        """Losses along texts with something to draft, whose streams are (B, T, H)."""
+        """Return the losses along texts with something to draft. Features are (B, T, H)."""
 
     @abstractmethod
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Config and tensors of the drafter, in the layout that its method reads."""
+        """Return config and tensors of the drafter, in the layout that its method loads."""
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         """Write a checkpoint, with floating-point numbers in bfloat16.
 
         Args:
-          facts: further entries of its config.
+          facts: further entries of the config.
         """
         config, tensors = self._checkpoint()
         halved = {

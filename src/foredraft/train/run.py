@@ -1,4 +1,4 @@
-"""A training from prompts to a head: answers, examples, steps, measurements, and what is left beside the weights."""
+"""A training run from prompts to a drafter: answers, examples, steps, measurements, and the files written beside."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated cost of a training.
+    """Estimated cost of a training run.
 
     Args:
-      num_examples, num_tokens: that are trained on, and their answer tokens in all epochs. Where answers are still to
-        be made, this and all that follows from it is reckoned from those of the first prompts.
-      num_parameters: of the head.
-      memory_bytes: of the head, its gradients and the optimiser, beside the target.
-      feature_bytes: of kept features.
-      answer_seconds: of prompts and answers that are still to be made; 0 where there are none.
-      seconds: of training, from two steps that were tried; without answers and measurements.
+      num_examples, num_tokens: number of examples, and of answer tokens in all epochs. If answers are missing, both,
+        and all figures derived from them, are extrapolated from the answers to the first prompts.
+      num_parameters: number of trained parameters.
+      memory_bytes: memory of the drafter, its gradients and the optimiser, without the target.
+      feature_bytes: size of the stored features.
+      answer_seconds: time to generate missing prompts and answers; 0 if there are none.
+      seconds: time of training, from two trial steps, without answers and measurements.
     """
 
     num_examples: int
@@ -66,29 +66,29 @@ class Estimate:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises: CheckpointError where something inside of it could not be written for want of room."""
+    """Convert errors of a full disk inside the context to CheckpointError."""
     try:
         yield
     except Exception as error:
         if not is_no_room(error):
             raise
         raise CheckpointError(
-            f"{folder} cannot be written: there is no room left; make some and run the same command again, which goes "
-            "on from what was kept"
+            f"{folder} cannot be written: the disk is full. Make room and run the same command again; it continues "
+            "from what was saved"
         ) from error
 
 
 class Training:
-    """One training. Begun again in the same folder, it goes on where its newest checkpoint stands.
+    """One training run. Started again in the same folder, it continues from the newest checkpoint.
 
     Args:
-      llm: of the target; it should draft nothing, or something that costs no memory.
-      plan: see there.
-      say: is told of what happens, in sentences.
-      is_trial: for `estimate`: answers are made for the first prompts alone (and kept for the training).
+      llm: `LLM` of the target. It should draft nothing, or with a drafter that needs no memory.
+      plan: settings of the run.
+      say: function that is called with progress in sentences.
+      is_trial: True for `estimate`. Then answers are generated only for the first prompts, and kept for the training.
 
-    Raises: PromptError for prompts that are broken, or too few; UnsupportedModelError for a target that heads cannot be
-      trained over; CheckpointError for a folder with another run.
+    Raises: PromptError for invalid prompts, or too few of them; UnsupportedModelError for a target on which heads
+      cannot be trained; CheckpointError for a folder with another run.
     Randomness: ``plan.seed``.
     """
 
@@ -105,19 +105,21 @@ class Training:
             asked = [one for one in self._prompts() if not is_evaluation(one.text)]
         held = [one for one in asked if is_held_out(one.digest, plan.one_in)]
         if not asked:
-            raise PromptError("every prompt is one of an evaluation set, which are never trained on; give others")
+            raise PromptError(
+                "every prompt is in an evaluation set, and such prompts are never trained on; use other prompts"
+            )
         held = held or [min(asked, key=lambda one: one.digest)]
         digests = {one.digest for one in held}
         train = [one for one in asked if one.digest not in digests]
         if len(train) < 2:
-            raise PromptError(f"{len(asked)} prompts are too few to train on and to measure with; give more")
+            raise PromptError(f"{len(asked)} prompts are too few for training and measuring; use more")
         with writing(plan.out):
             answers = self._answers(train)
         self._times = 1 + self._num_left_out / len(answers)
         made = [example_of(one, llm.tokenizer, self._eos, plan.max_length, is_raw=plan.raw) for one in answers]
         self.examples = [example for example in made if example.num_answer_tokens > 2]
         if not self.examples:
-            raise PromptError("no answer is longer than two tokens: there is nothing to draft")
+            raise PromptError("no answer is longer than two tokens, so there is nothing to learn; use other prompts")
         self._measured = [prompt_ids(one, llm.tokenizer, is_raw=plan.raw) for one in held[: plan.num_measured]]
         torch.manual_seed(plan.seed)
         vocabulary = frequent_tokens(self.examples, plan.draft_vocabulary, self._target)
@@ -135,10 +137,10 @@ class Training:
         )
         self._best: tuple[float, int] = (0.0, 0)
         self._since_best = 0
-        self._measured_at = -1  # of the stretches between measurements; the first step is measured
+        self._measured_at = -1  # index of the last measured interval of evaluate_tokens; the first step is measured
 
     def estimate(self) -> Estimate:
-        """Estimated cost of the rest, from two steps that are taken: the run must not be continued afterwards."""
+        """Estimate the cost of the run from two training steps. The run must not be continued afterwards."""
         self.trainer.take_step()
         before, start = self.trainer.progress.num_tokens, time.perf_counter()
         self.trainer.take_step()
@@ -158,16 +160,16 @@ class Training:
         )
 
     def train(self) -> Iterator[dict[str, Any]]:
-        """Train to the end, yielding a record per step or measurement; all are in ``metrics.jsonl`` too.
+        """Train to the end, and yield a record per step. ``metrics.jsonl`` contains the same records.
 
-        Raises: CheckpointError for a disk that is full.
+        Raises: CheckpointError if the disk is full.
         """
         with writing(self.plan.out):
             yield from self._train()
 
     def _train(self) -> Iterator[dict[str, Any]]:
         if self.trainer.resume():
-            self._say(f"going on after {self.trainer.progress.num_tokens:,} tokens")
+            self._say(f"continuing after {self.trainer.progress.num_tokens:,} tokens")
             self._remember()
         saved = time.monotonic()
         for step in self.trainer.steps():
@@ -182,7 +184,7 @@ class Training:
             self._note(record)
             yield record
             if self.plan.patience and self._since_best >= self.plan.patience:
-                self._say(f"tau has not grown for {self._since_best} measurements: training ends here")
+                self._say(f"tau has not improved for {self._since_best} measurements: training ends")
                 break
         if isinstance(self._source, FeatureCache):
             self._source.close()
@@ -194,11 +196,11 @@ class Training:
 
     @property
     def _most_tried(self) -> int:
-        """Prompts that a trial makes, and has answered: two batches."""
+        """Number of prompts that a trial generates and answers: two batches."""
         return 2 * self.llm.engine_config.max_num_seqs
 
     def _prompts(self) -> Iterator[TrainingPrompt]:
-        """Prompts of files, then those that the target asks itself."""
+        """Yield the prompts of the files, then those that the target invents."""
         if self.plan.prompts is not None:
             yield from read_prompts(self.plan.prompts)
         if self.plan.own_prompts:
@@ -207,7 +209,7 @@ class Training:
     def _own_prompts(self, file: Path, number: int) -> list[TrainingPrompt]:
         if not file.exists():
             wanted = min(number, self._most_tried) if self._is_trial else number
-            self._say(f"the target asks itself {wanted} prompts")
+            self._say(f"the target invents {wanted} prompts")
             start = time.perf_counter()
             made = list(asked_by_itself(self.llm, wanted, self.plan.seed))
             if self._is_trial:
@@ -218,7 +220,7 @@ class Training:
         return read_prompts(file)
 
     def _answers(self, asked: list[TrainingPrompt]) -> list[TrainingPrompt]:
-        """Prompts with their answers: all, or those that a trial looks at."""
+        """Return prompts with their answers: all, or those of a trial."""
         file, tried, num_made = self.plan.out / "answers.jsonl", asked, 0
         if self._is_trial:
             tried, num_made = to_try(asked, file, self._most_tried)
@@ -237,7 +239,7 @@ class Training:
         return online if folder is None else FeatureCache(online, folder, self._recipe.layers)
 
     def _measure(self, num_tokens: int) -> dict[str, Any]:
-        """Tau of the head as it is; the best one so far is what the folder ships."""
+        """Measure tau of the current drafter, and save it in the folder if it is the best one so far."""
         scratch = self.plan.out / "newest"
         self._recipe.save(scratch, {})
         depth = min(5, self.plan.num_heads) if self.plan.method in ("medusa", "hydra", "hydra++") else 5
@@ -270,7 +272,7 @@ class Training:
         append_lines(self.plan.out / "metrics.jsonl", json.dumps(record) + "\n")
 
     def _remember(self) -> None:
-        """Read what earlier starts have measured, up to the checkpoint."""
+        """Read the measurements of earlier starts, up to the checkpoint."""
         file = self.plan.out / "metrics.jsonl"
         for record in json_lines(file):
             if "tau" not in record or record["num_tokens"] > self.trainer.progress.num_tokens:
@@ -291,9 +293,9 @@ class Evaluation:
     """Acceptance measured by decoding with a drafter.
 
     Args:
-      tokens_per_step: tau, the target's own token included.
-      by_position: share of drafts of which at least 1, 2, .. tokens were accepted.
-      num_steps: of the target.
+      tokens_per_step: tau, bonus included.
+      by_position: share of drafts of which at least 1, 2, ... tokens were accepted.
+      num_steps: number of steps.
     """
 
     tokens_per_step: float
@@ -302,7 +304,7 @@ class Evaluation:
 
 
 def chain_config(method: str, folder: Path, depth: int = DEPTH) -> dict[str, Any]:
-    """A config that drafts chains with the drafter in a folder."""
+    """Return a config that drafts chains with the drafter in a folder."""
     method = _METHOD.get(method, method)
     config: dict[str, Any] = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
     if method == "draft_model":
@@ -313,13 +315,13 @@ def chain_config(method: str, folder: Path, depth: int = DEPTH) -> dict[str, Any
 
 
 def measure(llm: LLM, config: dict[str, Any], prompts: Sequence[Sequence[int]], max_new_tokens: int = 48) -> Evaluation:
-    """Decode prompts greedily with a config.
+    """Decode prompts greedily with a config, and return its acceptance.
 
     Args:
-      llm: of the target, however it drafts.
+      llm: `LLM` of the target, with any config.
       prompts: token ids.
 
-    Exactness: the acceptance of every draft that the config makes; no governor leaves any out.
+    Exactness: no governor is used, so every draft that the config makes counts.
     """
     drafting = llm.with_speculative_config(config).drafting
     params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens)
@@ -344,13 +346,13 @@ def measure(llm: LLM, config: dict[str, Any], prompts: Sequence[Sequence[int]], 
 
 
 def draw(metrics: Path, file: Path) -> bool:
-    """Draw tokens per step, and how often the first token is right in training, against tokens.
+    """Plot tokens per step, and the accuracy of the first token in training, against trained tokens.
 
     Args:
       metrics: JSON lines of a run.
-      file: the picture, whose name says its format.
+      file: file of the picture; its suffix determines the format.
 
-    Returns: False where matplotlib is not installed.
+    Returns: False if matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
         return False

@@ -1,4 +1,4 @@
-"""Drafters as training begins with them: over the target's output layer, and where that helps with what it knows."""
+"""Drafters at the start of their training, over the target's output layer and partly with the target's weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LAYER = (
 
 
 def parts_of(target: CausalLM, eos_token_ids: Sequence[int]) -> TargetParts:
-    """Parts of a target that recipes read, in its dtype.
+    """Return the parts of a target that recipes read, in its dtype.
 
     Raises: UnsupportedModelError for a target whose logits are not a plain product of its last hidden states.
     """
@@ -48,12 +48,14 @@ def parts_of(target: CausalLM, eos_token_ids: Sequence[int]) -> TargetParts:
     embedding: Any = shadow.get_input_embeddings()
     if not (_is_plain(output) and isinstance(embedding, nn.Embedding)):
         raise UnsupportedModelError(
-            f"{target.name} has an output layer of type {type(output).__name__}; heads are trained over plain linear "
+            f"{target.name} has an output layer of type {type(output).__name__}; heads can only be trained over linear "
             "layers without a bias"
         )
     scales = [key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, key, None)]
     if scales:
-        raise UnsupportedModelError(f"{target.name} changes its logits ({scales[0]}), which training does not follow")
+        raise UnsupportedModelError(
+            f"{target.name} rescales its logits ({scales[0]}), which training does not support; use another target"
+        )
     norm = getattr(getattr(shadow.base_model, "norm", None), "weight", None)
     return TargetParts(
         name=target.name,
@@ -73,13 +75,13 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _tensors_of(layers: Sequence[nn.Module], place: int) -> dict[str, Tensor]:
-    """The tensors of a decoder layer, unpacked."""
+    """Return the tensors of a decoder layer, unpacked."""
     modules: dict[str, Any] = dict(layers[place].named_modules())
     return {name: _weight(modules[name]) for name in _LAYER}
 
 
 def _has_llama_layers(target: CausalLM) -> bool:
-    """Whether all decoder layers are built as Llama's are."""
+    """Return whether all decoder layers have the modules of Llama's."""
     for layer in target.layers:
         parts = {name: part for name, part in layer.named_modules() if not list(part.children())}
         weights = {name for name, part in parts.items() if getattr(part, "weight", None) is not None}
@@ -89,16 +91,16 @@ def _has_llama_layers(target: CausalLM) -> bool:
 
 
 def _weight(layer: Any) -> Tensor:
-    """The weight of a layer, whose own may have gone into a packed one."""
+    """Return the weight of a layer; it may be stored in a packed replacement."""
     packed = replacement(layer)
     weight: Tensor = packed.dense() if isinstance(packed, PackedLinear) else layer.weight
     return weight.detach()
 
 
 def frequent_tokens(examples: Iterable[Example], size: int, target: TargetParts) -> DraftVocabulary:
-    """The tokens that occur most often in answers, and those that end a text.
+    """Return the vocabulary of the tokens that are most frequent in answers, and of those that end an output.
 
-    Raises: ConfigError for a size that leaves no room for the latter.
+    Raises: ConfigError for a size with no room for the latter.
     """
     if size >= target.vocab_size:
         return DraftVocabulary.full(target.vocab_size)
@@ -107,17 +109,17 @@ def frequent_tokens(examples: Iterable[Example], size: int, target: TargetParts)
 
 
 def new_recipe(plan: Plan, target: TargetParts, vocabulary: DraftVocabulary) -> Recipe:
-    """The drafter of a plan at the beginning of its training, in float32, with how it is trained.
+    """Return the recipe of a plan, with the drafter's initial weights in float32.
 
     Args:
-      vocabulary: tokens that will be drafted.
+      vocabulary: tokens that can be drafted.
 
-    Raises: ConfigError for a method that is not one of `METHODS`, or one that the target is too small for.
-    Randomness: torch's.
+    Raises: ConfigError for a method outside `METHODS`, and for a method for which the target is too small.
+    Randomness: torch's global generator.
     """
     method, size = plan.method, target.hidden_size
     if method not in METHODS:
-        raise ConfigError(f"{method!r} cannot be trained; known are {', '.join(METHODS)}")
+        raise ConfigError(f"{method!r} cannot be trained; use one of {', '.join(METHODS)}")
     layer = replace(target.layer, intermediate_size=plan.intermediate_size or target.layer.intermediate_size)
     kept = None if vocabulary.is_full else vocabulary
     num_layers = plan.num_layers or NUM_LAYERS.get(method, 1)
@@ -150,11 +152,11 @@ def new_recipe(plan: Plan, target: TargetParts, vocabulary: DraftVocabulary) -> 
 
 @torch.no_grad()
 def begin_as(head: EagleHead, target: TargetParts) -> None:
-    """Let a head begin as the target's last layer over its last stream, where the two are built alike.
+    """Initialise a head with the weights of the target's last layer, if the two have the same modules.
 
-    The part of the fusing layer that reads the last stream is the identity; what reads anything else is small.
-    A head that predicts features (generation 1) is fed normed ones, which what that layer adds would swamp: it adds
-    nothing at first, so that the next feature begins as the last one.
+    The part of the fusing layer that reads the last stream is the identity; its other weights are small. A head that
+    predicts features (generation 1) gets normed features, and the output of that layer would dominate them. So the
+    layer adds nothing at first, and the head starts by repeating the last feature.
     """
     size, first = target.hidden_size, head.layers[0]
     head.fc.weight.normal_(0.0, 0.01)
@@ -186,7 +188,7 @@ def begin_as(head: EagleHead, target: TargetParts) -> None:
 
 @torch.no_grad()
 def _settle_residuals(heads: HydraHeads, size: int) -> None:
-    """Let the linear path of Hydra's heads begin as the context vector itself, which the output layer can read."""
+    """Initialise the linear path of Hydra's heads to return the context vector, which the output layer can read."""
     for first in heads.first:
         weight: Tensor = first.res_connection.weight  # type: ignore[union-attr, assignment]
         weight.normal_(0.0, 0.01)

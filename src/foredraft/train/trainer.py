@@ -1,4 +1,4 @@
-"""The loop of training: examples in an order of their own, steps, and checkpoints from which it goes on exactly."""
+"""The training loop: shuffled examples, steps, and checkpoints from which it resumes exactly."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length, batches and rates of a training.
+    """Length, batch size and learning rate of a training run.
 
     Args:
-      num_tokens: answer tokens to train on; examples are gone through as often as that takes.
-      batch_tokens: answer tokens of one step, about.
-      learning_rate: its peak.
+      num_tokens: answer tokens to train on; examples are repeated as often as that takes.
+      batch_tokens: answer tokens of one step, approximately.
+      learning_rate: peak learning rate.
       warmup: share of the tokens over which the rate rises.
-      floor: share of the peak that is left in the end.
-      weight_decay: of matrices.
-      clip: of the norm of gradients.
-      seed: of the order of the examples, and of noise.
+      floor: final learning rate, as a share of the peak.
+      weight_decay: weight decay of matrices.
+      clip: largest norm of the gradients.
+      seed: seed of the order of examples and of noise.
     """
 
     num_tokens: int
@@ -49,7 +49,7 @@ class Schedule:
     seed: int = 0
 
     def rate_at(self, num_tokens: int) -> float:
-        """After so many tokens: a linear rise, then a cosine down to ``floor``."""
+        """Return the learning rate after so many tokens: a linear rise, then a cosine down to ``floor``."""
         share = min(1.0, num_tokens / self.num_tokens)
         if share < self.warmup:
             return self.learning_rate * (
@@ -61,7 +61,7 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """Progress of a training. It determines the rest, with the weights and the state of the optimiser."""
+    """Progress of a run. With the weights and the optimiser state it determines the rest of the run."""
 
     step: int = 0
     num_examples: int = 0
@@ -74,8 +74,8 @@ class StepMetrics:
     """Metrics of one step.
 
     Args:
-      loss: weighted, per answer token.
-      losses, accuracies: by step or head.
+      loss: weighted loss per answer token.
+      losses, accuracies: losses and accuracies by step of a draft or head.
     """
 
     step: int
@@ -89,15 +89,15 @@ class StepMetrics:
 
 
 class Trainer:
-    """Trains the module of a recipe.
+    """Training of the module of a recipe.
 
     Args:
-      recipe, features, examples, schedule: see there.
-      folder: of checkpoints.
-      forward_tokens: of texts side by side in one forward, padding included; 0 for one text after the other.
-      autocast: dtype of products; None for that of the weights.
+      recipe, features, examples, schedule: see their classes.
+      folder: folder of the checkpoints.
+      forward_tokens: tokens per forward pass over padded texts, padding included; 0 for one text at a time.
+      autocast: dtype of matrix products; None for the dtype of the weights.
 
-    Randomness: ``schedule.seed`` decides the order of the examples and all noise.
+    Randomness: ``schedule.seed`` determines the order of the examples and all noise.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class Trainer:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint beside and rename it: a kill at any moment leaves the one before whole."""
+        """Write a checkpoint to a temporary file and rename it, so that a kill at any moment leaves the old one
+        intact."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.progress.seconds += time.monotonic() - self._started
         self._started = time.monotonic()
@@ -147,9 +148,9 @@ class Trainer:
             os.fsync(file.fileno())
 
     def resume(self) -> bool:
-        """Go on from the checkpoint of the folder; False where there is none.
+        """Continue from the checkpoint in the folder. Return False if there is none.
 
-        Raises: CheckpointError for one that cannot be read, or was made with another schedule.
+        Raises: CheckpointError for a checkpoint that cannot be read, or was made with another schedule.
         """
         file = self._folder / CHECKPOINT
         if not file.exists():
@@ -158,13 +159,13 @@ class Trainer:
             state = torch.load(file, map_location="cpu", weights_only=True)
             self.recipe.module.load_state_dict(state["module"])
             self._optimizer.load_state_dict(state["optimizer"])
-        except Exception as error:  # torch's reader raises whatever a damaged file makes it run into
+        except Exception as error:  # torch's reader may raise anything for a damaged file
             detail = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{file} cannot be gone on from ({detail}); remove it to start anew") from error
+            raise CheckpointError(f"{file} cannot be loaded ({detail}); remove it to start again") from error
         changed = [key for key, value in asdict(self.schedule).items() if state["schedule"].get(key) != value]
         if changed:
             was = ", ".join(f"{key}={state['schedule'].get(key)}" for key in changed)
-            raise CheckpointError(f"{file} was made with {was}; give the same again, or another folder")
+            raise CheckpointError(f"{file} was made with {was}; use the same settings, or another folder")
         self.progress = Progress(**state["progress"])
         return True
 
@@ -175,15 +176,15 @@ class Trainer:
         return self.progress.num_tokens >= self.schedule.num_tokens
 
     def steps(self) -> Iterator[StepMetrics]:
-        """Train to the end of the schedule, a step at a time.
+        """Train to the end of the schedule, and yield the metrics of every step.
 
-        Raises: NumericsError for a loss or a gradient that is not finite, naming the examples of the step.
+        Raises: NumericsError with the examples of the step for a loss or gradient that is not finite.
         """
         while not self.is_done:
             yield self.take_step()
 
     def take_step(self) -> StepMetrics:
-        """One step over about ``batch_tokens`` answer tokens."""
+        """Train one step, on about ``batch_tokens`` answer tokens."""
         batch = self._next_batch()
         num_tokens = sum(example.num_answer_tokens for example in batch)
         sums = [[0.0, 0, 0] for _ in self.recipe.weights]
@@ -217,8 +218,8 @@ class Trainer:
         )
 
     def _learn(self, texts: Sequence[Example], num_tokens: int, batch: Sequence[Example]) -> list[Part]:
-        """Add the gradients of texts side by side, by answer token of their batch."""
-        streams = self._features(texts)  # by the target, which refuses to be cast
+        """Add the gradients of texts in one forward pass, divided by the answer tokens of their batch."""
+        streams = self._features(texts)  # outside autocast, because the target must keep its dtype
         with self._casting():
             parts = self.recipe.parts(texts, streams)
             losses = [weight * part.loss for weight, part in zip(self.recipe.weights, parts, strict=False)]
@@ -249,16 +250,16 @@ class Trainer:
     def _refuse(self, what: str, batch: Sequence[Example]) -> None:
         keys = ", ".join(example.key for example in batch)
         raise NumericsError(
-            f"{what} at step {self.progress.step + 1} (examples {keys}); the checkpoint before it is whole: lower "
-            "learning_rate, or take the example out"
+            f"{what} at step {self.progress.step + 1} (examples {keys}); the last checkpoint is intact: lower "
+            "learning_rate, or remove the example"
         )
 
 
 def side_by_side(examples: Sequence[Example], forward_tokens: int) -> list[list[Example]]:
-    """Examples in groups that share a forward: the longer ones first, as many as the longest leaves room for.
+    """Group examples for padded forward passes: longer ones first, as many per group as fit.
 
     Args:
-      forward_tokens: of a group, padding included; 0 for groups of one, in the order of the examples.
+      forward_tokens: tokens per group, padding included; 0 for groups of one, in the given order.
     """
     if not forward_tokens:
         return [[example] for example in examples]
@@ -275,7 +276,7 @@ _ORDERS: dict[tuple[int, int, int], list[int]] = {}
 
 
 def order_of(num_examples: int, seed: int, epoch: int) -> list[int]:
-    """The order of the examples in an epoch."""
+    """Return the order of the examples in an epoch."""
     key = num_examples, seed, epoch
     if key not in _ORDERS:
         _ORDERS.clear()

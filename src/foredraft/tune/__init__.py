@@ -1,1 +1,1 @@
-"""Searches for what makes drafters fast."""
+"""Searches for the fastest settings of drafters."""

@@ -1,4 +1,4 @@
-"""The choice of the fastest setting by counts and prices, with its interval and its reason."""
+"""The choice of the fastest setting from counted steps and measured costs, with its interval and its reason."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ NUM_RESAMPLES = 2000
 TAIL = 0.025
 
 LITTLE = 0.03
-"""Share of speed that a simpler setting may be expected to lose where measurements do not tell the two apart."""
+"""Share of speed that a simpler setting may lose if measurements cannot separate it from the fastest."""
 
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The best setting, and all that were compared.
+    """The recommended setting, and all settings that were compared.
 
     Args:
-      ranked: all arms, the fastest first.
-      chosen: one of them.
-      ties: those that nothing tells from the fastest, the simplest first; empty where it is alone.
+      ranked: all settings with their counts, the fastest first.
+      chosen: the recommended one.
+      ties: settings that measurements cannot separate from the fastest, the simplest first; empty if there is only one.
+      prices: measured costs of steps.
+      num_rows: number of rows decoded together.
     """
 
     ranked: tuple[SettingCounts, ...]
@@ -44,7 +46,7 @@ class Choice:
 
     @cached_property
     def best(self) -> SettingCounts:
-        """The fastest, certain or not."""
+        """The fastest setting, even if it is not certain to be the fastest."""
         return self.ranked[0]
 
     @property
@@ -52,11 +54,11 @@ class Choice:
         return self.chosen.setting is PLAIN
 
     def of_method(self, title: str) -> Iterator[SettingCounts]:
-        """The arms of a method, the fastest first."""
+        """Yield the settings of a method, the fastest first."""
         return (one for one in self.ranked if one.setting.title == title)
 
     def best_of_methods(self) -> list[SettingCounts]:
-        """The fastest setting of every method, the fastest first; plain decoding is left out."""
+        """Return the fastest setting of every method, the fastest first, without plain decoding."""
         first: dict[str, SettingCounts] = {}
         for one in self.ranked:
             if one.setting is not PLAIN:
@@ -64,7 +66,8 @@ class Choice:
         return list(first.values())
 
     def speed_at(self, one: SettingCounts, num_rows: int) -> float:
-        """Speed of an arm in a batch of this number of rows, by the mean curve."""
+        """Return the speed of a setting in a batch of this number of rows, relative to plain decoding, by the mean cost
+        curve."""
         curve = self.prices.mean()
         plain, drafted = (
             sum(_seconds(arm, self.prices, curve, num_rows)) for arm in (SettingCounts(PLAIN, one.counts), one)
@@ -72,12 +75,12 @@ class Choice:
         return plain / drafted
 
     def sentence(self) -> str:
-        """The recommendation and its reason, in numbers."""
+        """Return the recommendation and its reason, in numbers."""
         if self.plain_is_best:
             others = [one for one in self.ranked if one.setting is not PLAIN]
             if not others:
-                return "plain decoding is all that was tried"
-            said = f"plain decoding is best here: {others[0].setting.name} {self._brings(others[0])}"
+                return "only plain decoding was tried"
+            said = f"plain decoding is best: {others[0].setting.name} {self._brings(others[0])}"
         else:
             said = f"{self.chosen.setting.name} {self._brings(self.chosen)}"
             worst = min(self.of_method(self.chosen.setting.title), key=lambda one: one.speed)
@@ -88,19 +91,20 @@ class Choice:
         return f"{said}.{self._tie()}"
 
     def _brings(self, one: SettingCounts) -> str:
-        """gains 31 % (22 to 41): ..."""
+        """Return the gain of a setting in words: "gains 31 % (22 to 41), since ..."."""
         change, low, high = one.speed - 1, one.low - 1, one.high - 1
         if change < 0:
             what, change, low, high = "would lose", -change, -high, -low
         else:
             what = "would gain" if self.plain_is_best else "gains"
-        steps = f"its steps bring {_tokens(one):.2f} tokens and cost {self._cost(one):.2f} plain ones"
+        steps = f"its steps emit {_tokens(one):.2f} tokens and cost {self._cost(one):.2f} plain steps"
         return (
             f"{what} {_percent(change)} % ({_percent(low)} to {_percent(high)}), since {steps} ({self._verifying(one)})"
         )
 
     def _verifying(self, one: SettingCounts) -> str:
-        """verify(5) / verify(1) = 1.90, at the nodes that steps with a draft have on average, and drafting."""
+        """Return in words the cost of verifying the mean number of nodes of steps with a draft, and the cost of
+        drafting."""
         nodes = max(2, round(_drafted_nodes(one)))
         curve, rows = self.prices.mean(), self.num_rows
         said = f"verify({nodes}) / verify(1) = {curve.at(rows * nodes) / curve.at(rows):.2f}"
@@ -110,23 +114,23 @@ class Choice:
         return f"{said} and drafting {share:.2f} of a plain step" if share >= LITTLE else said
 
     def _cost(self, one: SettingCounts) -> float:
-        """Cost of a step relative to a plain one."""
+        """Return the cost of a step relative to a plain step."""
         return _tokens(one) / one.speed
 
     def _tie(self) -> str:
         others = [one.setting.name for one in self.ties if one is not self.chosen]
         num_prompts = len(self.chosen.counts)
         if num_prompts < MIN_PROMPTS:
-            return f" With {num_prompts} prompts nothing is certain; give {MIN_PROMPTS} or more."
+            return f" {num_prompts} prompts are too few for a reliable result; use {MIN_PROMPTS} or more."
         if not others:
             return ""
         names = [repr(name) for name in others[:3]] + ([f"{len(others) - 3} more"] if len(others) > 3 else [])
         shown = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-        kind = "the simplest was taken" if self.chosen is not self.best else "it is the fastest of them"
-        return f" A tie: these texts and timings do not tell it from {shown}; {kind}."
+        kind = "the simplest of them was chosen" if self.chosen is not self.best else "it is the fastest of them"
+        return f" A tie: the measurements do not separate it from {shown}; {kind}."
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the choice as plain data."""
         curve = self.prices.mean()
         return {
             "speculative_config": dict(self.chosen.setting.config),
@@ -154,14 +158,16 @@ class Choice:
 
 
 def choose(arms: Sequence[SettingCounts], prices: StepCosts, *, num_rows: int = 1, seed: int = 0) -> Choice:
-    """The fastest arm, or the simplest of those that nothing tells from it.
+    """Choose the fastest setting, or the simplest of those that measurements cannot separate from it.
 
     Args:
-      arms: over the same texts, in the order in which the simpler method comes first; plain decoding need not be there.
-      num_rows: that are decoded together.
-      seed: of the resampling of prompts and measurements.
+      arms: settings with their counts over the same prompts, ordered from the simplest method on. Plain decoding is
+        added.
+      prices: measured costs of steps.
+      num_rows: number of rows decoded together.
+      seed: seed of the resampling of prompts and measurements.
 
-    Randomness: a generator of its own; the same arms and prices have the same choice.
+    Randomness: an own generator; the same arms and prices always give the same choice.
     """
     plain_counts = arms[0].counts if arms else ()
     arms = [SettingCounts(PLAIN, plain_counts), *arms]
@@ -186,10 +192,11 @@ def choose(arms: Sequence[SettingCounts], prices: StepCosts, *, num_rows: int = 
 
 
 def _seconds(arm: SettingCounts, prices: StepCosts, curve: CostCurve, num_rows: int) -> list[float]:
-    """Seconds of an arm for every text. The other rows of a batch are assumed to verify as many nodes."""
+    """Return the seconds of a setting for every prompt. The other rows of a batch are assumed to verify as many
+    nodes."""
 
     def verifying(nodes: int, counts: Counts) -> float:
-        """Seconds of a step per row, without drafting."""
+        """Return the seconds of a step per row, without drafting."""
         of_context = curve.per_token * max(counts.context - curve.context, 0.0)
         return curve.at(num_rows * nodes) / num_rows + of_context + prices.host_seconds
 
@@ -205,14 +212,17 @@ def _seconds(arm: SettingCounts, prices: StepCosts, curve: CostCurve, num_rows: 
 
 
 def _speeds(seconds: Times) -> Times:
-    """Speeds of all arms relative to the first, which is plain decoding."""
+    """Return the speeds of all settings relative to the first, which is plain decoding."""
     speeds: Times = seconds[0] / seconds
     return speeds
 
 
 def _complexity(place: int, setting: Setting, arms: Sequence[SettingCounts]) -> tuple[Any, ...]:
-    """Plain decoding first; no second model before one; the order of methods; the governor, which looks after other
-    texts, before a fixed size; short drafts before long ones."""
+    """Return a sort key for simplicity.
+
+    Plain decoding comes first, then methods without a second model, then the order of methods. A governed setting comes
+    before fixed sizes, because it adapts to other prompts, and short drafts before long ones.
+    """
     if setting is PLAIN:
         return (0,)
     config = SpeculativeConfig.parse(setting.config)
@@ -223,7 +233,7 @@ def _complexity(place: int, setting: Setting, arms: Sequence[SettingCounts]) -> 
 
 
 def _tokens(arm: SettingCounts) -> float:
-    """Per step."""
+    """Return the mean number of tokens per step."""
     if arm.setting is PLAIN:
         return 1.0
     return _total(arm.counts, "num_tokens") / _total(arm.counts, "num_steps")
@@ -234,7 +244,7 @@ def _total(counts: Sequence[Counts], name: str) -> int:
 
 
 def _drafted_nodes(arm: SettingCounts) -> float:
-    """Nodes of the steps that verified a draft, on average."""
+    """Return the mean number of nodes of steps that verified a draft."""
     steps = [(step.nodes, count) for one in arm.counts for step, count in one.steps.items() if step.nodes > 1]
     number = sum(count for _, count in steps)
     return sum(nodes * count for nodes, count in steps) / number if number else 1.0

@@ -1,4 +1,4 @@
-"""Counts of accepted tokens for every setting, on texts of plain decoding. No clock decides them."""
+"""Counts of accepted tokens for every setting, on the outputs of plain decoding. They do not depend on any clock."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from foredraft.tune.walk import CountedStep, Counts, RecordedText, Walk, until_i
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 16)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)
 FEW_LENGTHS, FEW_NODES = (2, 4, 8), (4, 8, 16)
-"""Sizes for drafters that need the target: every setting decodes all prompts once."""
+"""Sizes for drafters that need the target, where every setting has to decode all prompts."""
 
 ROWS_AT_ONCE = 8
 TIMED_STEPS = 12
 TIMED_TEXTS = 3
-"""Prompts that are timed one by one, for the seconds of drafting and of the rest of a step."""
+"""Number of prompts that are decoded one by one to time drafting and the host's part of a step."""
 
 DISTURBED = 0.125
-"""Share of the slowest timed steps, which are left out: other load of the machine falls into them."""
+"""Share of the slowest timed steps to leave out, because other load of the machine slows down single steps."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Setting:
     """One way of drafting.
 
     Args:
-      title: of the method, as a user writes it.
-      config: what is written down if this is chosen.
-      length: longest draft, where that is what is set.
-      nodes: most nodes, where that is what is set.
-      is_governed: whether measured cost decides how much of it is drafted.
+      title: name of the method as written by the user.
+      config: speculative config that is saved if this setting is chosen.
+      length: longest draft in tokens; None if the setting does not set it.
+      nodes: largest number of nodes; None if the setting does not set it.
+      is_governed: True if measured costs decide the size of drafts.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the setting in reports."""
         if self.nodes is not None:
             return f"{self.title}, {self.nodes} nodes"
         if self.length is not None:
@@ -72,12 +72,12 @@ PLAIN = Setting("plain decoding", {"method": "none"})
 
 @dataclass(frozen=True)
 class SettingCounts:
-    """A setting, the steps that every text takes with it, and its speed once the settings have been compared.
+    """A setting, the steps that it takes for every prompt, and its speed once all settings have been compared.
 
     Args:
-      priced_as: key of its drafting in `StepCosts`.
-      speed: relative to plain decoding; NaN before `choose`.
-      low, high: 95 % interval of the speed, over prompts and measurements of the curve.
+      priced_as: key of the setting's drafting costs in `StepCosts`.
+      speed: speed relative to plain decoding; NaN before `choose`.
+      low, high: 95 % interval of the speed, over prompts and measurements of the cost curve.
     """
 
     setting: Setting
@@ -89,11 +89,11 @@ class SettingCounts:
 
 
 def settings_of(title: str, given: Mapping[str, Any], *, is_walked: bool) -> list[Setting]:
-    """The settings of a method: lengths of drafts, and numbers of nodes of trees.
+    """Return the settings of a method to try: lengths of drafts, and numbers of nodes of trees.
 
     Args:
-      given: the speculative config, as a user writes it.
-      is_walked: whether settings cost no forward of the target: then many are tried, and the governor is.
+      given: speculative config as written by the user.
+      is_walked: True if settings need no forward pass of the target. Then more sizes, and the governor, are tried.
     """
     config = SpeculativeConfig.parse(given)
     options: Any = config.options
@@ -124,11 +124,11 @@ def walked(
     texts: Sequence[RecordedText],
     prices: StepCosts,
 ) -> Iterator[SettingCounts]:
-    """The arms of a method whose drafts depend on tokens alone, one by one.
+    """Yield the settings of a method with their counts, for drafts that depend on tokens alone.
 
-    Prices of drafting that are not known yet are taken from the first arm of every length.
+    Drafting costs that are not known yet are measured with the first setting of every length.
     """
-    for setting in sorted(settings, key=lambda one: one.is_governed):  # which asks what drafting costs
+    for setting in sorted(settings, key=lambda one: one.is_governed):  # a governor needs the drafting costs
         made = drafter()
         governor = Governor(CostModel(prices.mean()), made.facts) if setting.is_governed else None
         walk = Walk(target, made, texts, None if governor is None else governor.acceptance)
@@ -136,17 +136,17 @@ def walked(
         counts = tuple(_walked(walk, setting, governor, prices, seconds) for _ in texts)
         known = prices.drafting.setdefault(setting.title, {})
         for levels in {SpeculativeConfig.parse(setting.config).num_speculative_tokens} & seconds.keys() - known.keys():
-            known[levels] = quantiles(seconds[levels], method="inclusive")[0]  # what disturbs only ever adds
+            known[levels] = quantiles(seconds[levels], method="inclusive")[0]  # disturbances only lengthen a timing
         yield SettingCounts(setting, counts, setting.title)
 
 
 def _walked(
     walk: Walk, setting: Setting, governor: Governor | None, prices: StepCosts, seconds: dict[int, list[float]]
 ) -> Counts:
-    """The steps of the next text.
+    """Return the steps of the next prompt.
 
     Args:
-      seconds: of drafting, by the levels that were asked for; it is added to.
+      seconds: drafting times by requested depth; new times are appended.
     """
     curve, longest = prices.mean(), SpeculativeConfig.parse(setting.config).num_speculative_tokens
     steps: Counter[CountedStep] = Counter()
@@ -187,16 +187,16 @@ def decoded(
     say: Callable[[int], None] = lambda _: None,
     interrupted: Event | None = None,
 ) -> SettingCounts:
-    """The arm of a setting whose drafts need the target: the prompts are decoded, several rows at a time.
+    """Return a setting with its counts, by decoding the prompts with the target, several rows at a time.
 
-    Its price of drafting is taken from one prompt alone, where it is not known yet.
+    If the drafting cost of the setting is not known yet, it is measured on a few prompts decoded one by one.
 
     Args:
-      say: told how many prompts are done.
-      interrupted: set where Ctrl-C ended the texts early, so that some are shorter or missing; without one, the
-        interrupt goes on.
+      say: function that is called with the number of finished prompts.
+      interrupted: event that is set if Ctrl-C ended the decoding early. Some outputs are then shorter or missing.
+        Without an event, KeyboardInterrupt is raised.
 
-    Raises: KeyboardInterrupt where no text had a step by then.
+    Raises: KeyboardInterrupt if no step was made before Ctrl-C.
     """
     engine = Engine(target, drafter(), EngineConfig(max_num_seqs=ROWS_AT_ONCE))
     steps: dict[Row, Counter[CountedStep]] = {}
@@ -220,9 +220,10 @@ def decoded(
 
 
 def alone(target: CausalLM, drafter: Drafter, texts: Sequence[RecordedText], curve: CostCurve) -> tuple[float, float]:
-    """Seconds of a step that are spent on drafting, and those beside drafting and verifying, of one row at a time.
+    """Return the seconds of a step for drafting, and for everything but drafting and verifying, of one row at a time.
 
-    They are taken by what the same steps verify in, so that a busy machine does not make them dearer than the curve.
+    Both are scaled by the ratio of the curve's verification time to the measured one, so that a busy machine does not
+    make drafting look more expensive relative to the curve.
     """
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=1))
     timed = [times for text in spread(texts, TIMED_TEXTS) for times in _timed(engine, text, curve)]
@@ -231,7 +232,8 @@ def alone(target: CausalLM, drafter: Drafter, texts: Sequence[RecordedText], cur
 
 
 def _timed(engine: Engine, text: RecordedText, curve: CostCurve) -> list[tuple[float, float]]:
-    """Seconds of drafting, and of everything but the forward, per step. The first step warms up and is left out."""
+    """Return the seconds per step of drafting, and of everything else but the forward pass. The warm-up step is left
+    out."""
     profile = engine.profile
     (row,) = engine.add_request(text.prompt, text.params)
     found: list[tuple[float, float]] = []
@@ -250,15 +252,16 @@ def _timed(engine: Engine, text: RecordedText, curve: CostCurve) -> list[tuple[f
 
 
 def spread(texts: Sequence[RecordedText], most: int) -> list[RecordedText]:
-    """At most this number of texts, evenly spread, the first one included."""
+    """Return at most this number of texts, evenly spread, the first one included."""
     number = min(most, len(texts))
     return [texts[place * len(texts) // number] for place in range(number)]
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The mean of all but the dearest steps.
+    """Return the mean of all but the slowest steps.
 
-    No median: a union that asks its head in every second step takes neither what one kind of step takes nor the other.
+    The median would be wrong for drafters with two kinds of steps, such as a union that uses its head in every second
+    step.
     """
     kept = sorted(seconds)[: len(seconds) - int(DISTURBED * len(seconds))]
     return fmean(kept)
@@ -271,12 +274,12 @@ def record(
     eos: Sequence[int],
     say: Callable[[int], None],
 ) -> list[RecordedText]:
-    """Decode plainly, several rows at a time.
+    """Decode the prompts plainly, several rows at a time, and return them with their outputs.
 
     Args:
-      prompts: their kinds and token ids.
-      eos: tokens that end a text.
-      say: told how many prompts are done.
+      prompts: pairs of the kind and the token ids.
+      eos: tokens that end an output.
+      say: function that is called with the number of finished prompts.
     """
     engine = Engine(target, EmptyDrafter(), EngineConfig(max_num_seqs=ROWS_AT_ONCE), eos_token_ids=eos)
     rows = [engine.add_request(ids, params)[0] for _, ids in prompts]

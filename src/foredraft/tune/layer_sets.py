@@ -1,4 +1,4 @@
-"""Bayesian optimisation of layer sets, in steps that can be interrupted and resumed, and the space of them."""
+"""Bayesian optimisation of the layers to skip, in trials that can be interrupted and resumed, and its search space."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ATTENTION, MLP = "attention", "mlp"
 
 @dataclass(frozen=True)
 class Space:
-    """One yes or no per sublayer: is it left out while drafting?
+    """The search space: one binary variable per sublayer, true if the sublayer is skipped while drafting.
 
     Args:
-      num_layers: of the model.
-      kept: layers that stay whole, counted from 0.
+      num_layers: number of layers of the model.
+      kept: layers that are never skipped, counted from 0.
     """
 
     num_layers: int
@@ -33,15 +33,15 @@ class Space:
 
     @classmethod
     def of(cls, num_layers: int, kept: Iterable[int] = ()) -> Space:
-        """The space of a model; layers below 0 are counted from the end.
+        """Return the space of a model. Negative layers are counted from the end.
 
-        Raises: ConfigError for a layer that the model does not have, or when none may be left out.
+        Raises: ConfigError for a layer that the model does not have, and if all layers are kept.
         """
         wanted = tuple(kept)
         wrong = [layer for layer in wanted if not -num_layers <= layer < num_layers]
         if wrong:
             raise ConfigError(
-                f"keep-layers names {wrong}, and the model has layers 0..{num_layers - 1} (-1 is the last); correct it"
+                f"keep-layers contains {wrong}; the layers of this model are 0..{num_layers - 1} (-1 is the last)"
             )
         space = cls(num_layers, frozenset(layer % num_layers for layer in wanted))
         if not space.free:
@@ -50,16 +50,16 @@ class Space:
 
     @property
     def free(self) -> list[int]:
-        """Layers whose sublayers may be left out."""
+        """Layers whose sublayers may be skipped."""
         return [layer for layer in range(self.num_layers) if layer not in self.kept]
 
     @property
     def names(self) -> list[str]:
-        """The names of the variables: "attention.0" says whether the attention of layer 0 is left out."""
+        """Names of the variables, such as "attention.0" for the attention of layer 0."""
         return [f"{kind}.{layer}" for kind in (ATTENTION, MLP) for layer in self.free]
 
     def layer_set(self, choice: Mapping[str, bool]) -> LayerSet:
-        """The layer set that a choice leaves out."""
+        """Return the layer set of an assignment of the variables."""
         left_out: dict[str, list[int]] = {ATTENTION: [], MLP: []}
         for name in self.names:
             kind, layer = name.split(".")
@@ -68,18 +68,18 @@ class Space:
         return LayerSet(tuple(left_out[ATTENTION]), tuple(left_out[MLP]), self.num_layers)
 
     def choice(self, layer_set: LayerSet) -> dict[str, bool]:
-        """The variables of a set, as far as it leaves out what may be left out."""
+        """Return the variables of a layer set; sublayers outside the search space are ignored."""
         named = {f"{ATTENTION}.{layer}" for layer in layer_set.attention} | {
             f"{MLP}.{layer}" for layer in layer_set.mlp
         }
         return {name: name in named for name in self.names}
 
     def probes(self, limit: int) -> list[dict[str, bool]]:
-        """Choices to begin with, at most ``limit``, all different.
+        """Return assignments to begin with, at most ``limit``, all different.
 
-        Patterns come first. Attention is the more redundant kind: the published sets leave out 24 attention and 10
-        MLP sublayers of 40, and 47 and 37 of 80 (Draft & Verify, arXiv:2309.08168). Then every sublayer alone,
-        attention first.
+        Patterns come first. They skip more attention than MLP sublayers, because attention is more redundant: the
+        published sets skip 24 attention and 10 MLP sublayers of 40 layers, and 47 and 37 of 80 (Draft & Verify,
+        arXiv:2309.08168). Then every sublayer is skipped alone, attention first.
         """
         middle = [layer for layer in self.free if 0 < layer < self.num_layers - 1] or self.free
         patterns = [
@@ -95,13 +95,13 @@ class Space:
 
 
 _PROBE_SHARE = 0.4
-_MAX_REPEATS = 32  # proposals in a row that were made before
+_MAX_REPEATS = 32  # largest number of consecutive proposals that were tried before
 
 
 def require_optuna() -> ModuleType:
-    """Optuna, without its messages.
+    """Return Optuna, with its log messages silenced.
 
-    Raises: ConfigError when it is not installed.
+    Raises: ConfigError if Optuna is not installed.
     """
     try:
         import optuna
@@ -113,26 +113,26 @@ def require_optuna() -> ModuleType:
 
 
 class LayerSearch:
-    """A search for the layer set with the lowest score, and the trials that it has made.
+    """A search for the layer set with the lowest score, and its trials.
 
     Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168), section on the choice of skipped layers. Deviations:
-    variables are binary, not thresholded numbers; the optimiser is Optuna's tree-structured Parzen estimator, since a
-    Gaussian process took 100 times as long per proposal (2 s against 15 ms at 60 trials of 12 variables, two cores);
-    scores are relative to plain decoding at the same time; probes fit any number of layers, and where every sublayer
-    was tried alone, the best of them are tried together.
+    variables are binary instead of thresholded numbers. The optimiser is Optuna's tree-structured Parzen estimator,
+    since a Gaussian process took 100 times as long per proposal (2 s against 15 ms at 60 trials of 12 variables, two
+    cores). Scores are relative to plain decoding at the same time. The first trials work for any number of layers. Once
+    every sublayer was skipped alone, the best of them are tried together.
 
     Args:
-      journal: file that every trial is written to as it ends; None keeps them in memory.
-      resume: continue with the trials in the journal; otherwise the file must not exist.
-      identity: facts that make trials comparable: model, prompts, objective and so on.
+      journal: file to which every trial is written when it ends; None keeps trials in memory only.
+      resume: True to continue with the trials in the journal; otherwise the file must not exist.
+      identity: facts that must be equal for trials to be comparable, such as model, prompts and objective.
       seed: seed of the optimiser.
 
     Attributes:
-      trials: scores in order, each set once.
-      is_interrupted: Ctrl-C ended the search; resume to continue.
+      trials: scores in the order of the trials, without repetitions.
+      is_interrupted: True if Ctrl-C ended the search; ``resume`` continues it.
 
-    Raises: ConfigError when Optuna is missing, the journal exists and ``resume`` is not given, or it belongs to
-      another search.
+    Raises: ConfigError if Optuna is missing, if the journal exists and ``resume`` is not set, or if the journal belongs
+      to another search.
     Randomness: ``seed``.
     """
 
@@ -154,7 +154,7 @@ class LayerSearch:
         self._study = self._open(journal, resume)
         self._check_identity({"num_layers": space.num_layers, "kept": sorted(space.kept), **(identity or {})})
         self._recall()
-        seed += len(self.trials)  # a resumed search draws from another stream than the one that made them
+        seed += len(self.trials)  # a resumed search must not repeat the random numbers of the earlier one
         self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=0)
 
     @property
@@ -162,44 +162,45 @@ class LayerSearch:
         return self.ranking(1)[0]
 
     def ranking(self, count: int) -> list[Score]:
-        """The best trials, best first; of equal ones the first.
+        """Return the best trials, best first; among equal ones the earlier first.
 
-        The set that leaves out nothing comes behind them, and last those under which nothing was accepted.
+        The set that skips nothing comes after the useful ones, and sets without any accepted token come last.
         """
         return sorted(self.trials, key=lambda trial: (not trial.is_of_use, len(trial.layer_set) == 0, trial.value))[
             :count
         ]
 
     def check(self) -> None:
-        """Raises: NothingAcceptedError where no set that was tried is of any use."""
+        """Raise NothingAcceptedError if no drafted token was accepted under any layer set."""
         if any(trial.is_of_use for trial in self.trials):
             return
         num_drafted = sum(trial.num_drafted for trial in self.trials)
-        held = next((f"; with the first of them {one.cuts}" for one in self.trials if one.cuts), "")
+        held = next((f"; under the first of these sets, {one.cuts}" for one in self.trials if one.cuts), "")
         raise NothingAcceptedError(
             f"none of {num_drafted} drafted tokens was accepted under any of the {len(self.trials)} sets that were "
-            f"tried{held}; no set is written. Try more sets, or keep layers whole (--keep-layers)"
+            f"tried{held}; no set is written. Try more sets, or keep more layers (--keep-layers)"
         )
 
     def _open(self, journal: Path | None, resume: bool) -> Any:
-        """A study over the journal; Optuna's, which has no types of its own here."""
+        """Return an Optuna study over the journal."""
         optuna: Any = self._optuna
         if journal is None:
             return optuna.create_study()
         if journal.exists() and not resume:
-            raise ConfigError(f"{journal} holds the trials of an earlier search; go on with --resume, or remove it")
+            raise ConfigError(f"{journal} contains trials of an earlier search; continue with --resume, or remove it")
         try:
             storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
             return optuna.create_study(study_name="layer-skip", storage=storage, load_if_exists=True)
         except OSError as error:
-            raise ConfigError(f"the trials cannot be kept in {journal}: {error.strerror or error}") from None
+            raise ConfigError(f"the trials cannot be written to {journal}: {error.strerror or error}") from None
         except (ValueError, KeyError) as error:
-            raise ConfigError(f"{journal} is not a journal of a search ({error}); remove it") from None
+            raise ConfigError(f"{journal} is not the journal of a search ({error}); remove it") from None
 
     def costs(self, measured: Costs) -> Costs:
-        """The costs that the journal's first search computed with, else these, which are kept in it.
+        """Return the costs of forward passes that the journal contains; if there are none, store and return
+        ``measured``.
 
-        Scores that were computed with different costs would not be comparable.
+        Scores computed with different costs would not be comparable.
         """
         known = self._study.user_attrs.get("costs")
         if known is None:
@@ -217,12 +218,12 @@ class LayerSearch:
         if different:
             key = different[0]
             raise ConfigError(
-                f"the journal belongs to another search: its {key} is {known.get(key)!r}, now {plain.get(key)!r}; "
-                "repeat the earlier options, or choose another file"
+                f"the journal belongs to another search: its {key} is {known.get(key)!r}, not {plain.get(key)!r}; "
+                "use the same options as before, or another file"
             )
 
     def _recall(self) -> None:
-        """Take in the trials of the journal."""
+        """Read the trials of the journal."""
         for trial in self._study.get_trials(deepcopy=False, states=(self._optuna.trial.TrialState.COMPLETE,)):
             if "score" in trial.user_attrs and all(name in trial.params for name in self.space.names):
                 self._note(trial.params, Score(self.space.layer_set(trial.params), **trial.user_attrs["score"]))
@@ -236,13 +237,13 @@ class LayerSearch:
     def run(
         self, score: Callable[[LayerSet], Score], num_trials: int, on_trial: Callable[[], None] = lambda: None
     ) -> None:
-        """Try sets until this many different ones are known, those of the journal included.
+        """Try layer sets until ``num_trials`` different ones are known, including those of the journal.
 
         Ctrl-C ends the search early and keeps the trials so far.
 
         Args:
-          score: decodes the prompts with a set.
-          on_trial: called after every trial.
+          score: function that decodes the prompts with a layer set and returns its score.
+          on_trial: function that is called after every trial.
         """
         limit = min(num_trials, 2 ** len(self.space.names))
         probes = self.space.probes(max(1, round(_PROBE_SHARE * num_trials)))
@@ -255,8 +256,10 @@ class LayerSearch:
             self.is_interrupted = True
 
     def _together(self) -> list[dict[str, bool]]:
-        """The best 2, 3, 4, 6, 8, 12, .. sublayers, once each was left out alone: an optimiser needs long to find that
-        few of many are to be left out."""
+        """Return the sets of the best 2, 3, 4, 6, 8, 12, ... sublayers, once each was skipped alone.
+
+        Without them the optimiser needs many trials to find that few of many sublayers should be skipped.
+        """
         alone = {key.index(True): score.value for key, score in self._seen.items() if sum(key) == 1}
         names = self.space.names
         if len(alone) < len(names):
@@ -288,7 +291,7 @@ class LayerSearch:
         return trial, {name: trial.suggest_categorical(name, [False, True]) for name in self.space.names}
 
     def _neighbour(self) -> dict[str, bool]:
-        """An untried set near the best one, where the optimiser only repeats itself."""
+        """Return an untried set near the best one, for when the optimiser only repeats itself."""
         choice = self.space.choice(self.best.layer_set)
         while tuple(choice.values()) in self._seen:
             name = self._random.choice(self.space.names)
@@ -297,5 +300,5 @@ class LayerSearch:
 
 
 def fingerprint(prompts: Any) -> str:
-    """A short hash of token ids, to tell workloads apart."""
+    """Return a short hash of token ids that identifies a workload."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]

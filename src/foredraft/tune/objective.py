@@ -1,4 +1,4 @@
-"""The value of a layer set: time per token of drafted decoding, relative to plain decoding."""
+"""The score of a layer set: time per token with drafting, relative to plain decoding."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Score:
 
     Args:
       value: time per token relative to plain decoding; below 1 is faster.
-      acceptance_rate: accepted tokens over drafted tokens.
-      acceptance_length: tokens per verification of a draft, bonus included.
-      num_sublayers: number of sublayers that the set leaves out.
-      low, high: 95 % interval of a measured value; of a computed one the value.
-      num_drafted, num_accepted: tokens that were verified, and those of them that were kept.
-      cuts: what kept others from being verified, for people; see `describe_cuts`.
+      acceptance_rate: accepted tokens divided by drafted tokens.
+      acceptance_length: tokens per verified draft, bonus included.
+      num_sublayers: number of sublayers that the set skips.
+      low, high: 95 % interval of a measured value; equal to ``value`` if it was computed.
+      num_drafted, num_accepted: numbers of verified tokens and of accepted tokens.
+      cuts: reasons why drafted tokens were not verified, in words; see `describe_cuts`.
     """
 
     layer_set: LayerSet
@@ -50,7 +50,7 @@ class Score:
 
     @classmethod
     def of(cls, rows: Iterable[RowStats], layer_set: LayerSet, value: float, low: float, high: float) -> Score:
-        """The score of a set with which the counters of these rows came about."""
+        """Return the score of a layer set from the counters of the rows decoded with it."""
         stats = RowStats.pooled(rows)
         return cls(
             layer_set,
@@ -67,23 +67,23 @@ class Score:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether any drafted token was accepted."""
+        """True if any drafted token was accepted."""
         return self.acceptance_rate > 0
 
     def figures(self) -> dict[str, Any]:
-        """All fields but the layer set, as plain data."""
+        """Return all fields but the layer set, as plain data."""
         return {name: value for name, value in vars(self).items() if name != "layer_set"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The workload of a search: what is decoded, and how.
+    """The workload of a search.
 
     Args:
       target: the model.
-      prompts: to continue.
-      max_new_tokens: per prompt, ends of text passed over so that every set decodes the same text.
-      drafter_of: makes the drafter of a set, with its draft length and length policy.
+      prompts: prompts to continue.
+      max_new_tokens: number of tokens per prompt. EOS is ignored, so every set decodes the same text.
+      drafter_of: function that makes the drafter of a layer set, with its draft length and length policy.
     """
 
     target: CausalLM
@@ -93,22 +93,22 @@ class Task:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ConfigError("there are no prompts to search with; give a file with some, or 'built-in'")
+            raise ConfigError("there are no prompts to search with; give a file with prompts, or 'built-in'")
         longest = max(len(prompt.token_ids) for prompt in self.prompts) + self.max_new_tokens
         context = self.target.context_length
         if context is not None and longest > context:
             raise ConfigError(
-                f"a prompt and its {self.max_new_tokens} new tokens make {longest}, and {self.target.name} has a "
-                f"context of {context}; shorten the prompts or lower max-new-tokens"
+                f"the longest prompt with {self.max_new_tokens} new tokens has {longest} tokens, but the context of "
+                f"{self.target.name} is {context}; shorten the prompts or lower max-new-tokens"
             )
 
     def measured(self, layer_sets: Iterable[LayerSet], repeats: int = 1) -> list[Score]:
-        """Time several sets and plain decoding in turns, prompt by prompt (A B B A).
+        """Time several layer sets and plain decoding in turns, prompt by prompt (A B B A).
 
-        Plain decoding is measured in every trial, so that a slow moment of the machine slows down both.
+        Plain decoding is measured in every trial, so a slow moment of the machine affects both.
 
         Args:
-          repeats: rounds of A B B A per prompt.
+          repeats: number of rounds of A B B A per prompt.
         """
         named = {str(place): layer_set for place, layer_set in enumerate(layer_sets)}
         drafters = {name: self.drafter_of(layer_set) for name, layer_set in named.items()}
@@ -121,12 +121,12 @@ class Task:
         return scores
 
     def expected(self, layer_set: LayerSet, costs: Costs) -> Score:
-        """Compute the time per token from what is accepted and from the costs of forwards. No clock runs.
+        """Compute the time per token from accepted tokens and the costs of forward passes, without a clock.
 
-        Every prompt is decoded once, many at a time. A step costs the forwards of its draft and one verification of its
-        width. The rest of the loop is left out.
+        Every prompt is decoded once, many at a time. A step costs the forward passes of its draft and one verification
+        of its width. The rest of the step is not counted.
 
-        Exactness: the same set has the same score on every machine, given the same costs.
+        Exactness: given the same costs, a layer set has the same score on every machine.
         """
         params = Sampling(ignore_eos=True).params(self.max_new_tokens)
         ids = [prompt.token_ids for prompt in self.prompts]
@@ -141,19 +141,19 @@ class Task:
 def beside_plain(
     target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[BenchPrompt], max_new_tokens: int, repeats: int
 ) -> Trial:
-    """The prompts with every drafter and plainly ("plain"), one row, greedily, interleaved."""
+    """Decode the prompts greedily with every drafter and plainly ("plain"), one row at a time, interleaved."""
     arms = [EngineArm(name, target, drafter) for name, drafter in {"plain": EmptyDrafter(), **drafters}.items()]
     return interleave(arms, prompts, Sampling(ignore_eos=True), max_new_tokens, repeats)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of forwards, in units of the target's forward over one token.
+    """Costs of forward passes, in units of the target's forward pass over one token.
 
     Args:
-      attention, mlp: what leaving out one sublayer of a kind saves.
-      verify: of the target over 1, 2, ... tokens.
-      seconds: of the target's forward over one token.
+      attention, mlp: cost saved by skipping one sublayer of the kind.
+      verify: costs of the target's forward passes over 1, 2, ... tokens.
+      seconds: duration of the target's forward pass over one token.
     """
 
     attention: float
@@ -162,13 +162,13 @@ class Costs:
     seconds: float = float("nan")
 
     def draft(self, layer_set: LayerSet) -> float:
-        """One forward of the target without these sublayers."""
+        """Return the cost of one forward pass of the target without these sublayers."""
         return 1.0 - self.attention * len(layer_set.attention) - self.mlp * len(layer_set.mlp)
 
     @classmethod
     @torch.inference_mode()
     def measured(cls, target: CausalLM, longest_draft: int, repeats: int = 15) -> Costs:
-        """Median times after 256 tokens of context, all interleaved."""
+        """Measure median times after 256 tokens of context, all interleaved."""
         everything = tuple(range(target.num_layers))
         cache, _ = filled_cache(target, CONTEXT, longest_draft + 1)
         without = [skipping(target, LayerSet(everything, ())), skipping(target, LayerSet((), everything))]

@@ -1,4 +1,4 @@
-"""Pictures of a search over layer sets and of a choice among methods. Needs matplotlib, an optional dependency."""
+"""Pictures of a search over layer sets and of a choice among methods. They need matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = (1, 2, 4, 8, 16)
 
 
 def plot_search(search: LayerSearch, file: str | Path) -> Path:
-    """Above, the score of every trial and the best so far; below, which sublayers the best sets leave out.
+    """Plot the score of every trial and the best so far, and in a second panel the sublayers that the best sets skip.
 
     Raises: ConfigError, see `check_picture`.
     """
@@ -40,11 +40,11 @@ def _draw_trials(panel: Axes, search: LayerSearch) -> None:
     panel.set_xlabel("trial")
     panel.set_ylabel("time per token, plain = 1")
     figure = panel.figure
-    figure.colorbar(dots, ax=panel, label="sublayers left out")
+    figure.colorbar(dots, ax=panel, label="skipped sublayers")
 
 
 def _draw_sets(panel: Axes, search: LayerSearch, count: int = 10) -> None:
-    """One row per sublayer kind and layer: in how many of the best sets it is left out."""
+    """Plot one row per kind of sublayer: the share of the best sets that skip it, by layer."""
     best = search.ranking(count)
     shares = [
         [
@@ -56,11 +56,11 @@ def _draw_sets(panel: Axes, search: LayerSearch, count: int = 10) -> None:
     panel.imshow(shares, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0)
     panel.set_yticks([0, 1], ["attention", "MLP"])
     panel.set_xticks(range(search.space.num_layers))
-    panel.set_xlabel(f"layer; share of the best {len(best)} sets that leave it out")
+    panel.set_xlabel(f"layer; share of the best {len(best)} sets that skip it")
 
 
 def plot_choice(choice: Choice, file: str | Path) -> Path:
-    """Speed by the length of drafts, by the nodes of trees, and of the best settings by the rows of a batch.
+    """Plot speed by draft length, by nodes of trees, and, for the best settings, by rows of a batch.
 
     Raises: ConfigError, see `check_picture`.
     """
@@ -75,7 +75,7 @@ def plot_choice(choice: Choice, file: str | Path) -> Path:
         by_rows.plot(*zip(*panel_speeds, strict=True), marker="o", markersize=3, label=one.setting.name)
     by_rows.set_xscale("log", base=2)
     by_rows.set_xticks(ROWS, [str(rows) for rows in ROWS])
-    by_rows.set_xlabel("rows of a batch, by the cost curve")
+    by_rows.set_xlabel("rows of a batch, from the cost curve")
     for panel in (by_length, by_nodes, by_rows):
         panel.axhline(1.0, color="#888888", linewidth=0.8, linestyle="--")
         panel.set_ylabel("speed, plain = 1")
@@ -86,7 +86,7 @@ def plot_choice(choice: Choice, file: str | Path) -> Path:
 
 
 def _draw_sizes(panel: Axes, choice: Choice, size: str) -> None:
-    """A line per method over the settings that have such a size."""
+    """Draw a line per method over its settings with this kind of size."""
     titles = dict.fromkeys(one.setting.title for one in choice.ranked)
     for title in titles:
         several = sorted(

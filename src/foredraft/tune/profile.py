@@ -1,4 +1,5 @@
-"""Measures what a method brings and costs on this machine, and the length of draft that is best where."""
+"""Measurement of a method's acceptance and costs on this machine, and of the best draft length per batch and
+context."""
 
 from __future__ import annotations
 
@@ -21,19 +22,21 @@ NUM_RESAMPLES = 400
 
 
 def share_of_drafts(texts: Sequence[Counts]) -> float:
-    """Share of the steps of these texts that had a draft."""
+    """Return the share of steps that had a draft."""
     num_drafted = sum(count for text in texts for step, count in text.steps.items() if step.depth)
     return num_drafted / sum(text.num_steps for text in texts)
 
 
 def expected_speed(texts: Sequence[Counts], prices: StepCosts, title: str, curve: CostCurve, length: int) -> float:
-    """Speed by plain decoding with drafts of this length: tokens per step by what steps cost.
+    """Return the expected speed of drafts of this length relative to plain decoding: tokens per step over cost of a
+    step.
 
-    Steps that found nothing to draft are plain ones. Drafting for a batch is reckoned row by row.
+    Steps without a draft count as plain steps. The drafting cost of a batch is that of one row times the number of
+    rows.
 
     Args:
-      texts: with drafts of this length or longer.
-      title: under which prices of drafting are known.
+      texts: counts of steps with drafts of this length or longer.
+      title: key of the drafting costs in ``prices``.
     """
     gained, chance = 0.0, 1.0
     for rate in rates(texts)[:length]:
@@ -41,13 +44,13 @@ def expected_speed(texts: Sequence[Counts], prices: StepCosts, title: str, curve
         gained += chance
     share, plain, host = share_of_drafts(texts), curve.at(1), prices.host_seconds
     drafting = prices.draft_seconds(title, length) * curve.num_rows
-    # of a batch all rows draft at some time of a step: it costs what its widest row makes of it
+    # in a batch every step has some row that drafts, and the step costs as much as its widest row
     step = (1 - share) * plain + share * curve.at(length + 1) + drafting
     return (1.0 + share * gained) * (plain + host) / (step + host)
 
 
 def best_length(texts: Sequence[Counts], prices: StepCosts, title: str, curve: CostCurve) -> BestLength:
-    """The best length at one batch and context, with what is to be expected of it."""
+    """Return the best draft length for one batch size and context, with its expected speed."""
     lengths = range(min(len(rates(texts)), max(WIDTHS) - 1) + 1)
     speeds = {length: expected_speed(texts, prices, title, curve, length) if length else 1.0 for length in lengths}
     best = max(speeds, key=speeds.__getitem__)
@@ -62,14 +65,15 @@ def best_length(texts: Sequence[Counts], prices: StepCosts, title: str, curve: C
 def nearest_setting(
     found: Sequence[BestLength], prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> BestLength | None:
-    """The setting of one row whose context is nearest to that of the prompts halfway through their answers."""
+    """Return the setting of one row whose context is nearest to that of the prompts halfway through their outputs."""
     context = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts) + max_new_tokens / 2
     of_one_row = [one for one in found if one.num_rows == 1]
     return min(of_one_row, key=lambda one: abs(one.context - context), default=None)
 
 
 def measured_speed(trial: Trial) -> tuple[float, float, float]:
-    """Speed of "drafting" over all prompts by that of "plain", and its 95 % interval, by resampling prompts."""
+    """Return the speed of "drafting" relative to "plain" over all prompts, and its 95 % interval over resampled
+    prompts."""
     seconds = [
         tuple(sum(run.decode_seconds for run in trial.runs[name][place]) for name in ("plain", "drafting"))
         for place in range(len(trial.prompts))
@@ -95,16 +99,17 @@ def measure(
     say: Callable[[str], None] = lambda _: None,
     interrupted: Event | None = None,
 ) -> tuple[Profile, float]:
-    """A whole profile, and the share of steps that drafted.
+    """Measure a complete profile, and the share of steps that had a draft.
 
-    The prompts are decoded with the longest drafts, and a few of them once more with drafts of one token and with
-    the longest, for the seconds of drafting. The least times of forwards count.
+    All prompts are decoded with the longest drafts. For the cost of drafting, a few of them are decoded again with
+    drafts of one token and with the longest drafts. Of repeated timings of a forward pass the smallest counts.
 
     Args:
-      new_drafter: makes a drafter with drafts of so many tokens, which nothing else cuts.
-      interrupted: set where Ctrl-C ended the texts early: the profile is of what was decoded by then.
+      new_drafter: function that makes a drafter with drafts of a given length, which are not cut by anything else.
+      interrupted: event that is set if Ctrl-C ended the decoding early. The profile then describes what was decoded so
+        far.
 
-    Raises: ConfigError where no step drafted; KeyboardInterrupt where nothing was decoded.
+    Raises: ConfigError if no step had a draft; KeyboardInterrupt if nothing was decoded.
     """
     curves = []
     for num_rows in batch_sizes:
@@ -123,6 +128,6 @@ def measure(
         drafting[length] = max(seconds, 1e-9)
     counts = decoded(target, lambda: new_drafter(longest), setting, texts, prices, interrupted=interrupted).counts
     if not share_of_drafts(counts):
-        raise ConfigError("no step of these prompts had a draft, so there is nothing to measure; give other prompts")
+        raise ConfigError("no step had a draft on these prompts, so there is nothing to measure; use other prompts")
     settings = tuple(best_length(counts, prices, setting.name, curve) for curve in curves)
     return Profile(method, facts_of(target), prices.curves, drafting, rates(counts), settings), share_of_drafts(counts)

@@ -1,4 +1,4 @@
-"""Models inflated in width, so that a search is timed at the cost of a larger model."""
+"""Models inflated in width, for timing a search at the cost of a larger model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ SCALES = {"none": None, "100m": (1024, 4096)}
 
 
 def sizes(scale: str) -> tuple[int, int] | None:
-    """Hidden and intermediate size of a scale: a name of `SCALES`, or HIDDENxFFN.
+    """Return the hidden and intermediate size of a scale: a name of `SCALES`, or HIDDENxFFN. None means no inflation.
 
-    Raises: ConfigError.
+    Raises: ConfigError for any other scale.
     """
     if scale in SCALES:
         return SCALES[scale]
     hidden, by, ffn = scale.partition("x")
     if not (by and hidden.isdigit() and ffn.isdigit()):
-        raise ConfigError(f"scale is {scale!r}; give {', '.join(SCALES)} or HIDDENxFFN, such as 1024x4096")
+        raise ConfigError(f"scale is {scale!r}; use {', '.join(SCALES)} or HIDDENxFFN, such as 1024x4096")
     return int(hidden), int(ffn)
 
 
 def load_scaled(
     model: str, scale: str, *, dtype: str, quantization: str | None, weights: str | None
 ) -> tuple[Loaded, Loaded]:
-    """Load a target as it is, and inflated in width where that is asked for. Its adapter rounds the inflated one.
+    """Load a target, and return it as it is and inflated. Only the inflated one is quantised.
 
     Raises: CheckpointError, ConfigError.
     """
@@ -41,15 +41,15 @@ def load_scaled(
     check_weights(weights, quantization)
     if weights is not None:
         raise ConfigError(
-            f"weights='stored' multiplies by the numbers in the file, and scale={scale!r} makes a wider model, which "
-            "no file holds; leave one of the two out"
+            f"weights='stored' uses the weights as stored in the file, but scale={scale!r} makes a wider model; "
+            "leave one of the two out"
         )
     loaded = replace(load_model(model, dtype=dtype), quantization=quantization)
     return loaded, inflated(loaded, scale)
 
 
 def inflated(loaded: Loaded, scale: str) -> Loaded:
-    """The model, inflated in width where that is asked for; see `sizes`."""
+    """Return the model inflated to a scale, or the model itself for the scale "none"; see `sizes`."""
     wanted = sizes(scale)
     if wanted is None:
         return loaded

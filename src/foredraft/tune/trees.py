@@ -1,4 +1,4 @@
-"""The draft tree of heads: grown from what their candidates get right, sized by what steps cost here."""
+"""Search for the draft tree of heads: grown from the accuracy of their candidates, sized by measured costs of steps."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from foredraft.tree import DraftTree
 from foredraft.tune.walk import decoded_rows
 
 MISS = MAX_SIBLINGS
-"""Stands for every rank that no tree tries."""
+"""Rank of every token outside the candidates of a tree."""
 
 _CHUNK = 512
 
 
 @dataclass(frozen=True)
 class Hits:
-    """At which rank the target's own continuation stood.
+    """Ranks of the target's own continuation among the candidates of a drafter.
 
     Args:
-      ranks: one entry per place in the texts: the rank of the next token but one among the candidates of the first
-        head, of the one after it among those of the second, and so on; `MISS` where it was none of the first.
-      num_heads: of the drafter, or levels that were looked at; entries near the end of a text are shorter.
-      are_whole: entries do not end where the first rank is another one than 0.
+      ranks: one entry per position. Its element d is the rank, among the candidates of head d, of the token d + 2
+        positions later; `MISS` if the token is not among the first candidates. Entries near the end of a text are
+        shorter.
+      num_heads: number of heads of the drafter, or of levels that were recorded.
+      are_whole: False if every entry ends at its first rank other than 0.
     """
 
     ranks: tuple[Ranks, ...]
@@ -47,9 +48,10 @@ class Hits:
 
     @property
     def accuracies(self) -> list[list[float]]:
-        """``[d][r]``: share of the places at which the candidate of rank r of head d was right, up to `MAX_SIBLINGS`.
+        """Table ``[d][r]``: share of positions at which the candidate of rank r of head d was right, up to
+        `MAX_SIBLINGS`.
 
-        The means are over the places that have a token there, which are fewer for later heads.
+        Every mean is over the positions that have such a token, which are fewer for later heads.
         """
         table = []
         for depth in range(self.num_heads):
@@ -58,10 +60,10 @@ class Hits:
         return table
 
     def tokens_per_step(self, tree: RankTree) -> float:
-        """Mean tokens of a step, the bonus included, counted at every place where the whole tree could have been right.
+        """Return the mean number of tokens per step, bonus included, over all positions with enough tokens after them.
 
-        No independence is assumed; but these are the places that the accuracies are from. Where entries are not whole,
-        depths are taken to be right or wrong independently.
+        Independence of the depths is not assumed, but the tree was grown from the same positions. If entries are not
+        whole, depths are assumed to be right or wrong independently.
         """
         if not self.are_whole:
             return tree.value(self.accuracies)
@@ -71,7 +73,7 @@ class Hits:
 
 
 def _accepted(ranks: Ranks, paths: set[Ranks]) -> int:
-    """The length of a path inside a tree."""
+    """Return the length of the path that is in the tree."""
     length = 0
     while length < len(ranks) and ranks[: length + 1] in paths:
         length += 1
@@ -85,15 +87,15 @@ def measured_hits(
     params: SamplingParams,
     interrupted: Event | None = None,
 ) -> Hits:
-    """Decode prompts and see where the target's tokens stood among the candidates of the heads.
+    """Decode prompts and return the ranks of the target's tokens among the candidates of the heads.
 
     Args:
-      drafter: it drafts while the texts are made, which changes nothing about them.
-      params: how texts are sampled. Candidates are ranked as they would be for a row with these parameters.
-      interrupted: set where Ctrl-C ended the texts early; without one, the interrupt goes on.
+      drafter: the drafter with the heads. It drafts while the prompts are decoded, which does not change the output.
+      params: sampling parameters. Candidates are ranked as for a row with these parameters.
+      interrupted: event that is set if Ctrl-C ended the decoding early; without one, KeyboardInterrupt is raised.
 
-    Exactness: texts are the target's own. Randomness: that of ``params``.
-    Raises: ConfigError for texts that are too short to tell anything.
+    Exactness: the output is that of the target. Randomness: that of ``params``.
+    Raises: ConfigError if the outputs are too short.
     """
     rows = decoded_rows(target, drafter, prompts, params, interrupted=interrupted)
     num_heads = drafter.heads.num_heads
@@ -111,15 +113,16 @@ def watched_hits(
     depth: int,
     interrupted: Event | None = None,
 ) -> Hits:
-    """The same for drafters whose guesses are made of their own drafts (EAGLE): by the trees that they propose.
+    """Return the same ranks for drafters whose candidates depend on their own drafts (EAGLE), from the trees they
+    propose.
 
-    Every tree has all candidates of the nodes on its best path, so how often a candidate is right is counted where the
-    best ones stand before it; a level that no text has come to counts as never right.
+    Every tree contains all candidates of the nodes on its best path. So the accuracy of a candidate is counted only
+    where the best candidates before it were right. A level that was never reached counts as never right.
 
     Args:
-      drafter: one with a `Growth`.
-      depth: levels that are looked at.
-      interrupted: as of `measured_hits`.
+      drafter: a drafter with a `Growth`.
+      depth: number of levels to record.
+      interrupted: see `measured_hits`.
     """
     comb = [(0,) * above + (rank,) for above in range(depth) for rank in range(MAX_SIBLINGS)]
     drafter.growth.use(RankTree.of(comb, "all candidates of the best path"))
@@ -138,12 +141,12 @@ def watched_hits(
         del drafter.propose
     found = [ranks for row, start, tree in notes if (ranks := _ranks_in(tree, row.token_ids[start:]))]
     if not found:
-        raise ConfigError("nothing was drafted in these texts; raise max-new-tokens, or give other prompts")
+        raise ConfigError("nothing was drafted for these prompts; raise max-new-tokens, or use other prompts")
     return Hits(tuple(found), depth, are_whole=False)
 
 
 def _ranks_in(tree: DraftTree, text: Sequence[int]) -> Ranks:
-    """At which ranks a text goes through a tree, up to the first that is not 0."""
+    """Return the ranks at which a text passes through a tree, up to the first that is not 0."""
     ranks: list[int] = []
     node = 0
     for token in text:
@@ -160,13 +163,13 @@ def _ranks_in(tree: DraftTree, text: Sequence[int]) -> Ranks:
 
 @torch.inference_mode()
 def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: int) -> list[Ranks]:
-    """Ranks at every place from which a generated token can be guessed."""
+    """Return the ranks at every position from which a generated token can be predicted."""
     tokens, first = row.token_ids, max(0, row.num_prompt_tokens - 2)
     states = states_along(target, drafter.needs(target, target.new_cache()), tokens)
     token_ids = torch.tensor(tokens, device=states.device)
     found: list[list[int]] = [[] for _ in range(len(tokens) - first)]
     for depth in range(num_heads):
-        last = len(tokens) - 2 - depth  # from place t the token t + 2 + depth is guessed
+        last = len(tokens) - 2 - depth  # head `depth` predicts token t + 2 + depth from position t
         if last <= first:
             break
         logits = drafter.along(depth, states, token_ids, first)
@@ -179,7 +182,7 @@ def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Row, num_heads: 
 
 @torch.inference_mode()
 def states_along(target: CausalLM, needs: Needs, tokens: Sequence[int]) -> torch.Tensor:
-    """States of the target after every token of a text, (T, H), as heads read them; computed chunk by chunk."""
+    """Return the states of the target after every token, (T, H), as the heads read them, computed chunk by chunk."""
     wanted, cache, parts = Wanted(needs.last_hidden, needs.layer_inputs), target.new_cache(1), []
     for start in range(0, len(tokens), _CHUNK):
         nodes = Nodes.from_chains([tokens[start : start + _CHUNK]])
@@ -193,11 +196,11 @@ def states_along(target: CausalLM, needs: Needs, tokens: Sequence[int]) -> torch
 
 @dataclass(frozen=True)
 class Sized:
-    """A tree of some size, and what a step with it costs and brings.
+    """A tree of some size, and the tokens and cost of a step with it.
 
     Args:
-      tokens_per_step: counted, the bonus included.
-      cost: seconds of a step, verification and drafting, relative to those of a plain forward.
+      tokens_per_step: counted mean number of tokens, bonus included.
+      cost: seconds of a step (verification and drafting) relative to a plain forward pass.
     """
 
     tree: RankTree
@@ -206,17 +209,18 @@ class Sized:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, root included."""
+        """Number of nodes, root included."""
         return len(self.tree)
 
     @property
     def speedup(self) -> float:
-        """Speed relative to plain decoding, as far as forwards and drafting decide it."""
+        """Speed relative to plain decoding, counting only forward passes and drafting."""
         return self.tokens_per_step / self.cost
 
 
 def sizes_to_measure(most: int) -> list[int]:
-    """Nodes at which forwards are timed: all small numbers, then steps of a quarter."""
+    """Return the numbers of nodes at which forward passes are timed: small numbers densely, larger ones in wider
+    steps."""
     sizes = [size for size in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128) if size < most]
     return [*sizes, most]
 
@@ -224,17 +228,17 @@ def sizes_to_measure(most: int) -> list[int]:
 def measured_costs(
     target: CausalLM, drafter: Any, tree: RankTree, prompt: Sequence[int], repeats: int = 9
 ) -> tuple[CostCurve, CostCurve]:
-    """Time verifications and proposals of every size of a tree, after 256 tokens of context.
+    """Time verifications and proposals of a tree at several sizes, after 256 tokens of context.
 
-    The shortest of several timings counts, and no size counts for more than a larger one: what disturbs the machine
-    only ever adds.
+    Of several timings the shortest counts, and a size never costs more than a larger one, because disturbances of the
+    machine only lengthen a timing.
 
     Args:
-      drafter: one with a `Growth`, that is not in use.
-      tree: the largest one.
-      prompt: of the row for which trees are proposed.
+      drafter: a drafter with a `Growth` that is not in use.
+      tree: the largest tree.
+      prompt: prompt of the row for which trees are proposed.
 
-    Returns: seconds of verifying, and of proposing a tree of n nodes, by n.
+    Returns: curves of the seconds of verifying and of proposing a tree, by number of nodes.
     """
     sizes = sizes_to_measure(len(tree))
     verify = forward_curve(target, sizes, CONTEXT, repeats, of=min)
@@ -243,14 +247,14 @@ def measured_costs(
     engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=tree.depth + 4, ignore_eos=True))
     while not engine.decoding_rows:
         engine.step()
-    engine.step()  # by now every row has a state to draft from
+    engine.step()  # now every row has a state to draft from
     rows = engine.decoding_rows
     draft = {}
     with torch.inference_mode():
         for size in sizes:
             budgets = [DraftSize(tree.depth, size)] * len(rows)
             times = [seconds_of(drafter.propose, target.device, rows, budgets) for _ in range(repeats + 1)]
-            draft[size] = min(times[1:])  # the first one warms up
+            draft[size] = min(times[1:])  # the first call is a warm-up
     engine.abort(rows[0].request_id)
     return verify.rising(), CostCurve(draft).rising()
 
@@ -258,12 +262,12 @@ def measured_costs(
 def search(
     hits: Hits, max_nodes: int, costs_of: Callable[[RankTree], tuple[CostCurve, CostCurve]], num_nodes: int | None
 ) -> tuple[Sized, list[Sized]]:
-    """Grow trees from the accuracies and choose the size that brings the most tokens per second.
+    """Grow trees from the accuracies, and choose the size with the most tokens per second.
 
     Args:
-      max_nodes: of the largest tree, root included.
-      costs_of: times steps with a tree; see `measured_costs`.
-      num_nodes: take this size, whatever it costs.
+      max_nodes: number of nodes of the largest tree, root included.
+      costs_of: function that times steps with a tree; see `measured_costs`.
+      num_nodes: size to use whatever it costs; None to choose one.
 
     Returns: the best size, and all sizes that were compared.
     """

@@ -1,4 +1,5 @@
-"""The best way of drafting for a model, a machine and prompts: plain texts, counts of every method, and a choice."""
+"""Search for the best method for a model, a machine and prompts: plain outputs, counts of every method, and a
+choice."""
 
 from __future__ import annotations
 
@@ -23,18 +24,19 @@ from foredraft.tune.counting import ROWS_AT_ONCE, Setting, SettingCounts, alone,
 from foredraft.tune.walk import RecordedText, rates
 
 SHARE_OF_TEXTS = 0.25
-"""Share of the budget for decoding the prompts plainly."""
+"""Share of the time budget for decoding the prompts plainly."""
 
 
 @dataclass
 class Tuning:
-    """One search, while it runs.
+    """One running search.
 
-    What there is time for is planned by prices that were measured, before it begins: the same prices plan the same.
+    The work that fits into the budget is planned before it begins, from measured costs. The same costs give the same
+    plan.
 
     Args:
-      methods: titles and configs of what is tried, the simplest first.
-      budget_seconds: that decoding may take, by these prices.
+      methods: titles and configs of the methods to try, the simplest first.
+      budget_seconds: seconds that decoding may take, by the measured costs.
     """
 
     llm: LLM
@@ -48,14 +50,14 @@ class Tuning:
     _left: float = field(init=False)
 
     def measure(self, *, is_fresh: bool = False) -> None:
-        """Measure the costs of forwards, unless they are known."""
+        """Measure the costs of forward passes, unless they are stored already."""
         self.prices = prices_of(self.llm.target, FEW, is_fresh=is_fresh, say=self.say)
         self._left = self.budget_seconds
 
     def num_prompts(self, most: int, max_new_tokens: int) -> int:
-        """The number of prompts that can be decoded in their share of the budget.
+        """Return the number of prompts that can be decoded in their share of the budget.
 
-        Raises: ConfigError where these are too few.
+        Raises: ConfigError if that is too few.
         """
         seconds = max_new_tokens * self._row_seconds(1)
         number = int(min(most, SHARE_OF_TEXTS * self.budget_seconds / seconds))
@@ -63,24 +65,25 @@ class Tuning:
         if number < fewest:
             needed = fewest * seconds / SHARE_OF_TEXTS
             raise ConfigError(
-                f"--budget is {self.budget_seconds:g} seconds, and {fewest} prompts of {max_new_tokens} "
-                f"tokens alone need about {needed:.0f}; raise it, or lower --max-new-tokens"
+                f"--budget is {self.budget_seconds:g} seconds, but decoding {fewest} prompts with {max_new_tokens} new "
+                f"tokens needs about {needed:.0f}; raise it, or lower --max-new-tokens"
             )
         return number
 
     def _row_seconds(self, nodes: int) -> float:
-        """Seconds of a step, per row of a batch."""
+        """Return the seconds of a step per row of a batch."""
         return self.prices.mean().at(ROWS_AT_ONCE * nodes) / ROWS_AT_ONCE
 
     def run(
         self, prompts: Sequence[BenchPrompt], params: SamplingParams, *, num_rows: int = 1, seed: int = 0
     ) -> Choice:
-        """Decode, count, and choose. After Ctrl-C the choice is among what was counted by then.
+        """Decode, count and choose. After Ctrl-C the choice is among the settings counted so far.
 
-        Raises: ConfigError where no prompt is left, or no method applies; KeyboardInterrupt where nothing was counted.
+        Raises: ConfigError if there is no prompt, or if no method can be used; KeyboardInterrupt if nothing was
+        counted.
         """
         if not prompts:
-            raise ConfigError("no prompt leaves room for an answer in the context of this model; give shorter ones")
+            raise ConfigError("no prompt leaves room for new tokens in the context of this model; use shorter prompts")
         target, total = self.llm.target, len(prompts)
         self.say("decoding plainly", 0, total)
         given = [(prompt.category, tuple(prompt.token_ids)) for prompt in prompts]
@@ -106,7 +109,8 @@ class Tuning:
         return choose(arms, self.prices, num_rows=num_rows, seed=seed)
 
     def _count(self, texts: Sequence[RecordedText], found: Mapping[str, list[SettingCounts]]) -> None:
-        """Fill in the arms of every method, those that need no forward first: they take next to no time."""
+        """Count every setting of every method. Settings without forward passes come first, because they take little
+        time."""
         need_target = []
         for place, (title, given) in enumerate(self.methods.items()):
             self.say("along the texts", place, len(self.methods))
@@ -124,7 +128,7 @@ class Tuning:
                 found[setting.title].append(arm)
 
     def _maker(self, title: str, config: Mapping[str, Any]) -> Callable[[], Drafter] | None:
-        """Makes the drafters of a config; None where that does not apply to this model."""
+        """Return a function that makes the drafters of a config; None if the config cannot be used with this model."""
         try:
             return self.llm.with_speculative_config(config).drafting.new_drafter
         except ForedraftError as error:
@@ -132,7 +136,7 @@ class Tuning:
             return None
 
     def _decoded(self, setting: Setting, texts: Sequence[RecordedText]) -> SettingCounts | None:
-        """The arm of a setting that needs the target, where the budget has room for it."""
+        """Return a setting that needs the target, with its counts; None if it exceeds the budget."""
         total = sum(len(text.output) for text in texts)
         planned = total * self._row_seconds(setting.nodes or (setting.length or 0) + 1)
         if planned > self._left:
@@ -150,7 +154,8 @@ class Tuning:
     # -- what is written -------------------------------------------------------------------------------------------
 
     def profile(self, choice: Choice, details: Mapping[str, Any]) -> Profile:
-        """A profile for `generate` and others: the costs, and the acceptance of the chosen method."""
+        """Return a profile for `generate` and other commands, with the costs and the acceptance of the chosen
+        method."""
         curve, chosen = self.prices.mean(), choice.chosen
         acceptance = rates(() if choice.plain_is_best else chosen.counts)
         length = 0 if choice.plain_is_best else chosen.setting.length or len(acceptance)

@@ -1,4 +1,4 @@
-"""Drafters along texts that plain decoding wrote: what of their drafts is right, without the target."""
+"""Drafters along the recorded outputs of plain decoding: counts of accepted tokens without the target."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from foredraft.tree import DraftSize, DraftTree
 
 @dataclass(frozen=True)
 class RecordedText:
-    """A prompt, and what plain decoding said.
+    """A prompt and its output under plain decoding.
 
     Args:
-      category: the kind of prompt.
-      params: with which it was said; a draft model draws its drafts with the same noise.
+      category: kind of the prompt.
+      params: parameters of the output. A draft model samples its drafts with the same noise.
     """
 
     category: str
@@ -37,13 +37,13 @@ class RecordedText:
 
 
 class CountedStep(NamedTuple):
-    """The draft of one row in one step, and how much of it was accepted.
+    """The draft of one row in one step, and its accepted tokens.
 
     Args:
-      nodes: that were verified, the pending one included.
-      levels: that were asked for.
-      depth: of what was drafted.
-      accepted: drafted tokens that were kept.
+      nodes: number of verified nodes, pending one included.
+      levels: requested depth.
+      depth: depth of the draft.
+      accepted: number of accepted tokens.
     """
 
     nodes: int
@@ -54,10 +54,10 @@ class CountedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """The steps that one text takes.
+    """The steps of one row.
 
     Args:
-      context: tokens before the steps, on average.
+      context: mean number of tokens before a step.
     """
 
     steps: Counter[CountedStep]
@@ -70,7 +70,8 @@ class Counts:
 
 
 def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
-    """The chance of every depth, given that the one above was right; as deep as anything was tried."""
+    """Return, for every depth, the chance that its token is accepted if the one above was, as deep as any draft
+    went."""
     steps: Counter[tuple[int, int]] = Counter()
     for text in texts:
         for step, count in text.steps.items():
@@ -79,10 +80,11 @@ def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
 
 
 def by_position(steps: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, float]]:
-    """The number of drafts that came to a position, and the chance of its token, as deep as anything was tried.
+    """Yield, for every position, the number of drafts that reached it, and the share of them whose token was accepted.
 
     Args:
-      steps: tokens drafted on a chain, accepted ones, and the number of such steps; each with a draft.
+      steps: triples of drafted tokens of a chain, accepted tokens, and the number of such steps. Every step has a
+        draft.
     """
     known = list(steps)
     for position in range(1, max((drafted for drafted, _, _ in known), default=0) + 1):
@@ -100,10 +102,10 @@ def decoded_rows(
     max_num_seqs: int = 8,
     interrupted: Event | None = None,
 ) -> list[Row]:
-    """Prompts decoded with a drafter, several at a time.
+    """Return rows of the prompts decoded with a drafter, several at a time.
 
     Args:
-      interrupted: as of `until_interrupted`.
+      interrupted: see `until_interrupted`.
     """
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
     rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
@@ -115,10 +117,10 @@ def decoded_rows(
 
 @contextmanager
 def until_interrupted(engine: Engine, rows: Sequence[Row], interrupted: Event | None) -> Iterator[None]:
-    """Let Ctrl-C inside end the rows where they are.
+    """Abort the rows if Ctrl-C is pressed inside the context.
 
     Args:
-      interrupted: is set then; without one, the interrupt goes on.
+      interrupted: event that is set in this case; without one, KeyboardInterrupt is raised.
     """
     try:
         yield
@@ -131,16 +133,16 @@ def until_interrupted(engine: Engine, rows: Sequence[Row], interrupted: Event | 
 
 
 class Walk:
-    """Decodes texts that are known already, so that every step costs its drafting alone.
+    """Decoding of known outputs, where a step costs only its drafting.
 
     Args:
-      target: whose texts they are; it makes the rows and runs no forward.
-      drafter: one whose drafts depend on the tokens of rows alone (`DrafterFacts.drafts_from_text`).
-      texts: in the order in which they enter.
-      acceptance: learns from the drafts, whole; that of a governor, where one decides.
+      target: model of the outputs. It creates the rows and makes no forward pass.
+      drafter: drafter whose drafts depend on the tokens of rows alone (`DrafterFacts.drafts_from_text`).
+      texts: recorded outputs, in the order in which they enter.
+      acceptance: model that learns from whole drafts; that of the governor, if there is one.
 
-    Exactness: under the rule "match" texts do not depend on drafts, so that steps are those of the engine with the same
-    budgets.
+    Exactness: under the rule "match" the output does not depend on drafts. So the steps are those of the engine with
+    the same limits.
     """
 
     def __init__(
@@ -157,16 +159,16 @@ class Walk:
         self._waiting = list(texts)
         self._was_asked = False
         self._text_of: dict[Row, list[int]] = {}
-        self._rows_from = Engine(target, EmptyDrafter())  # which never runs
+        self._rows_from = Engine(target, EmptyDrafter())  # creates rows and never runs
         self._rows_from.acceptance = self.acceptance = acceptance or AcceptanceModel()
 
     @property
     def num_waiting(self) -> int:
-        """Texts that have not entered."""
+        """Number of texts that have not entered."""
         return len(self._waiting)
 
     def enter(self, num_rows: int) -> bool:
-        """Let texts enter until so many rows are walked; whether there is a step to make."""
+        """Start texts until ``num_rows`` rows are active. Return whether any row is active."""
         while self._waiting and len(self.rows) < num_rows:
             text = self._waiting.pop(0)
             (row,) = self._rows_from.add_request(text.prompt, text.params)
@@ -178,11 +180,11 @@ class Walk:
         return bool(self.rows)
 
     def budgets(self) -> list[DraftSize]:
-        """The largest draft of every row."""
+        """Return the largest draft size of every row."""
         return [DraftSize(max(0, row.num_remaining_tokens - 1)) for row in self.rows]
 
     def propose(self, budgets: Sequence[DraftSize]) -> list[DraftTree]:
-        """Drafts within these budgets."""
+        """Return the drafter's drafts, cut to these limits."""
         drafts = self.drafter.propose(self.rows, budgets)
         trees = [budget.cut(draft) for draft, budget in zip(drafts, budgets, strict=True)]
         title = self.drafter.facts.title(DraftSize.of(budgets[0]))
@@ -192,7 +194,8 @@ class Walk:
         return trees
 
     def emit(self, trees: Sequence[DraftTree]) -> list[RowOutput]:
-        """Follow the texts as far as the drafts do, and one token on; rows that have come to their end leave."""
+        """Accept each draft as far as it equals the recorded text, emit one more token, and remove rows that have
+        ended."""
         found = [self._accept(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
         outputs = [
             RowOutput(row, result.emitted, len(result.path) - 1, tree=result.tree)
@@ -216,7 +219,9 @@ class Walk:
             self.rows[row.slot], last.slot = last, row.slot
 
     def _accept(self, row: Row, tree: DraftTree) -> StepResult:
-        """Example: the text goes on with 5, 6, 7, and the draft is 5, 6, 8: two are right, and 7 is the bonus."""
+        """Return the result of a row. If the text continues with 5, 6, 7 and the draft is 5, 6, 8, two are accepted and
+        7 is the bonus.
+        """
         text, path = self._text_of[row], [0]
         emitted: list[int] = []
         while True:

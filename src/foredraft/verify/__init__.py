@@ -1,6 +1,6 @@
-"""The verdict on a decoder: equality with plain decoding, and tests against the model's enumerated distribution.
+"""Verification of a decoder: comparison with plain decoding, and tests against the model's enumerated distribution.
 
-`verify` judges an `LLM`, or anything that generates. ``foredraft verify`` is the same on the command line.
+`verify` checks an `LLM` or any other decoder. ``foredraft verify`` is the same check on the command line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The distribution of a model over short continuations, enumerated; and whether samples could have been drawn from it.
+"""Enumeration of a model's distribution over short continuations, and a test of samples against it.
 
-The distribution is computed a second time here: by transformers' own processors over logits of the model, so that an
-error of the decoder's sampler is found as well. Levels are those of exact Monte Carlo tests, at any number of samples.
+The distribution is computed independently of the decoder's sampler: by transformers' processors over logits of the
+model. So an error in the sampler is found as well. The tests are exact Monte Carlo tests at any number of samples.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from foredraft.model.nodes import Nodes
 from foredraft.tree import DraftTree
 
 OTHER = -1
-"""Stands for every token that is not listed."""
+"""Placeholder for every token that is not listed."""
 
 BRANCHING = 6
-"""Tokens that are listed after a text, the likeliest ones; the others are pooled."""
+"""Number of most likely tokens that are listed after a prefix; the others are pooled."""
 
 LEAST_MASS = 0.01
-"""Probability of a text below which its continuations are pooled."""
+"""Probability of a prefix below which its continuations are pooled."""
 
 LEAST_EXPECTED = 5.0
-"""Samples that a cell is to hold on average; rarer cells are pooled."""
+"""Smallest expected number of samples of a cell; rarer cells are pooled."""
 
 SHIFT = 0.02
-"""Total variation of one step for which the power of a test is told."""
+"""Shift, as total variation of one step, for which the power of a test is reported."""
 
 SHIFTS = (SHIFT, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 LIKELY = 0.9
 
 IMPOSSIBLE = 1e-9
-"""Mass up to which a cell counts as none: what is left of one by rounding."""
+"""Largest mass that counts as zero; rounding leaves such remainders."""
 
 NUM_SIMULATED = 20_000
-"""Draws from the distribution that a test compares with: p is known to a few parts in 1e4 where it matters."""
+"""Number of simulated draws per test. The error of p is a few parts in 1e4 where it matters."""
 
 Text = tuple[int, ...]
 ProbsAfter = Callable[[Text], NDArray[np.float64]]
@@ -65,13 +65,13 @@ def reference_distribution(
     params: SamplingParams,
     chunk_size: int = EngineConfig.prefill_chunk_size,
 ) -> ProbsAfter:
-    """The distribution of the next token after a prompt and some output, by transformers' processors in their order.
+    """Return a function for the distribution of the next token, computed by transformers' processors in their order.
 
     Args:
-      params: how tokens are sampled: by temperature, top-k, top-p, min-p, typical-p, penalties and biases alone.
-      chunk_size: chunks in which the prompt is read, as by the engine that is judged.
+      params: sampling parameters; only temperature, top-k, top-p, min-p, typical-p, penalties and biases are used.
+      chunk_size: chunk size of the prefill, equal to that of the engine that is verified.
 
-    Returns: a function of the output so far; its probabilities (V,) sum to one.
+    Returns: a function from the output so far to probabilities (V,) that sum to one.
     """
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
@@ -89,8 +89,9 @@ def reference_distribution(
 
     @torch.inference_mode()
     def probs_after(output: Text) -> NDArray[np.float64]:
-        # Read as a draft after the prompt, the output has the bits of an engine's steps. Read as a prompt, it had
-        # other ones, and where a nucleus ends, rounding moved a token across. Drafts are never committed.
+        # Fed as a draft after the prompt, the output gives the same bits as the engine's steps. Fed as part of the
+        # prompt, it is rounded differently, which can move a token across the edge of a nucleus. Drafts are never
+        # committed.
         draft = Nodes.from_trees([DraftTree.chain(prompt[-1], output)])
         logits = target.forward(draft, cache, listed=True)[0][len(output)][None].float().cpu()
         ids = torch.tensor([[*prompt, *output]])
@@ -106,7 +107,7 @@ def reference_distribution(
 
 @torch.inference_mode()
 def _prompt_cache(target: CausalLM, prompt: Sequence[int], chunk_size: int) -> KVCache:
-    """A cache of a prompt, read in chunks as an engine reads it."""
+    """Return a cache of the prompt, prefilled in chunks like the engine's."""
     cache = target.new_cache(1)
     for start in range(0, len(prompt), chunk_size):
         chunk = prompt[start : start + chunk_size]
@@ -120,9 +121,10 @@ class Distribution:
     """Continuations of a prompt and their probabilities.
 
     Args:
-      cells: probability of each; one that ends in `OTHER` holds every continuation that goes on with another token.
-      inner: texts that are gone on from.
-      eos: tokens that end a text.
+      cells: probability of each cell. A cell that ends in `OTHER` pools all continuations with any unlisted token
+        there.
+      inner: prefixes whose continuations are enumerated.
+      eos: tokens that end a continuation.
     """
 
     cells: Mapping[Text, float]
@@ -130,7 +132,7 @@ class Distribution:
     eos: frozenset[int] = frozenset()
 
     def cell_of(self, tokens: Sequence[int]) -> Text:
-        """The cell that a continuation falls into. One that is shorter than it should be has ended by EOS."""
+        """Return the cell of a continuation. A continuation that is too short has ended by EOS."""
         text: Text = ()
         while text in self.inner:
             following = tokens[len(text)] if len(text) < len(tokens) else next(iter(sorted(self.eos)), OTHER)
@@ -140,9 +142,9 @@ class Distribution:
 
 
 def enumerate_distribution(probs_after: ProbsAfter, depth: int, eos: Iterable[int] = ()) -> Distribution:
-    """All continuations of so many tokens that are likely enough, the others pooled.
+    """Enumerate all continuations of ``depth`` tokens that are likely enough, and pool the others.
 
-    Exactness: probabilities are products of float64 ones and sum to one within 1e-9.
+    Exactness: probabilities are products of float64 numbers and sum to one within 1e-9.
     """
     cells: dict[Text, float] = {}
     inner: set[Text] = set()
@@ -166,11 +168,11 @@ class DistributionTest:
     """The result of a test of samples against a distribution.
 
     Args:
-      p_value: chance of samples as unlikely as these under the distribution, by simulation; never 0.
-      num_cells: that were told apart.
-      power: chance that a shift of `SHIFT`, of so much of the mass of the likeliest first token to the next one, would
-        have been found at the level of the test.
-      detectable: the smallest shift of `SHIFTS` that would have been found nine times in ten; 1 where none would.
+      p_value: chance of samples at least as unlikely as these under the distribution, by simulation; never 0.
+      num_cells: number of cells that the test distinguishes.
+      power: chance of detecting, at the level of the test, a shift of `SHIFT`: so much mass moved from the most likely
+        first token to the second.
+      detectable: smallest of `SHIFTS` that is detected with a chance of 0.9; 1 if none is.
     """
 
     num_samples: int
@@ -186,9 +188,9 @@ def judge_samples(
     """Test whether samples could have been drawn from a distribution, by the likelihood ratio of pooled cells.
 
     Args:
-      level: of one test, for which power is told.
+      level: level of the test, for which its power is computed.
 
-    Exactness: the chance of p <= a is at most a for samples of the distribution, whatever their number.
+    Exactness: for samples of the distribution the chance of p <= a is at most a, at any number of samples.
     Randomness: simulated draws, keyed by ``seed``.
     """
     counts = Counter(distribution.cell_of(sample) for sample in samples)
@@ -222,7 +224,7 @@ def judge_samples(
 
 
 def _pooled(distribution: Distribution, num_samples: int) -> tuple[dict[Text, int], int]:
-    """The place of every cell: the impossible ones share the first, those too rare for this number the second."""
+    """Return an index for every cell, and the number of indices: 0 for impossible cells, 1 for those too rare."""
     places: dict[Text, int] = {}
     num_places = 2
     for name, mass in distribution.cells.items():
@@ -233,7 +235,7 @@ def _pooled(distribution: Distribution, num_samples: int) -> tuple[dict[Text, in
 
 
 def _shifted(distribution: Distribution, shift: float) -> dict[Text, float]:
-    """The distribution, with a share of the mass of its likeliest first token given to the second."""
+    """Return the distribution with a part of the mass of its most likely first token moved to the second."""
     first: Counter[int] = Counter()
     for text, mass in distribution.cells.items():
         first[text[0] if text else OTHER] += mass  # type: ignore[assignment]
@@ -247,7 +249,7 @@ def _shifted(distribution: Distribution, shift: float) -> dict[Text, float]:
 
 
 def _statistic(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Twice the log-likelihood ratio of every row of counts; infinite where something impossible was seen."""
+    """Return twice the log-likelihood ratio of every row of counts; infinite if an impossible cell was observed."""
     total = counts.sum(axis=1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = counts * (np.log(counts) - np.log(total * probs))

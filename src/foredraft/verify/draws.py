@@ -1,5 +1,8 @@
-"""Samples of short continuations for tests of a distribution: after which prompt they tell most, as many as time
-allows, and once more where a test failed, since what fails by chance alone does not fail twice."""
+"""Samples of short continuations for distribution tests.
+
+Chooses the prompt at which a test is most sensitive, draws as many samples as time allows, and draws again where a test
+failed: a failure by chance alone is unlikely to happen twice.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ from foredraft.verify.subjects import Answer, Sample, Subject
 from foredraft.verify.verdict import Finding, Status
 
 DEPTH = 3
-"""Tokens of a continuation whose distribution is enumerated: two drafts and a bonus at most."""
+"""Length of the continuations whose distribution is enumerated: at most two draft tokens and a bonus."""
 
 SAMPLES_AT_ONCE = 16
-"""Samples of one request of a distribution test, and one request at a time: the prompt is read once for them. Samples
-beyond `EngineConfig.max_num_seqs`, of the same request or the next, would read it again, each by itself."""
+"""Samples per request of a distribution test. Requests are sent one at a time, so that the prompt is prefilled once for
+all their samples. Samples beyond `EngineConfig.max_num_seqs` would each prefill the prompt again."""
 
 FEWEST, MOST = 64, 4096
-"""Samples of a distribution test."""
+"""Smallest and largest number of samples of a distribution test."""
 
 FIRST_REQUEST = 7919
-"""Number of the first request, by which its seed is mixed: behind all samples that anything else draws."""
+"""Number of the first request. The seed is mixed with it, so that no other check draws with the same seeds."""
 FAR = 0.1
-"""Share of the level of a distribution test below which p over both draws is a fault, whatever the second one shows."""
+"""Share of a test's level. A p-value over both draws below this share is a fault, whatever the second draw shows."""
 
 
 def begun(prompts: Sequence[list[int]], plain: Sequence[Answer], max_tokens: int) -> list[list[int]]:
-    """Prompts, with none, a third and two thirds of what plain decoding greedily answered."""
+    """Return each prompt followed by none, a third and two thirds of its greedy plain output."""
     return [
         [*prompt, *(answer.samples[0].token_ids or ())[: max_tokens * part // 3]]
         for prompt, answer in zip(prompts, plain, strict=True)
@@ -41,9 +44,10 @@ def begun(prompts: Sequence[list[int]], plain: Sequence[Answer], max_tokens: int
 
 
 def telling(subject: Subject, target: CausalLM, candidates: Sequence[list[int]], seed: int) -> list[int]:
-    """The prompt after which drafts are kept and rejected, and texts differ.
+    """Return the prompt at which some drafts are accepted, some are rejected, and samples differ.
 
-    Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
+    If the subject does not count draft tokens, return the prompt whose most likely next token has a probability closest
+    to 0.5.
     """
     if not subject.counts_drafts:
         probs = [reference_distribution(target, prompt, SamplingParams())(()) for prompt in candidates]
@@ -63,13 +67,14 @@ def draw(
     num_samples: int = MOST,
     num_least: int = FEWEST,
 ) -> tuple[list[Sequence[int]], dict[str, int]]:
-    """Continuations of one prompt, by seeds of their own, as many as time allows.
+    """Draw continuations of one prompt, each with its own seed, as many as time allows.
 
     Args:
-      until: by `time.monotonic`.
-      num_samples, num_least: at most, and at least, however late it is.
-    Returns: token ids of each, and how many draft tokens were verified and kept.
-    Raises: ConfigError for a subject that returns text alone.
+      until: time at which to stop, on the clock of `time.monotonic`.
+      num_samples: largest number of samples.
+      num_least: number of samples that are drawn even after ``until``.
+    Returns: token ids of each sample, and the numbers of verified and of accepted draft tokens.
+    Raises: ConfigError if the subject returns text without token ids.
     """
     found: list[Sequence[int]] = []
     num_drafted = num_accepted = calls = 0
@@ -84,17 +89,18 @@ def draw(
 
 
 def _ids(sample: Sample) -> Sequence[int]:
-    if sample.token_ids is None and sample.text == "":  # it ended at once, and ids of an end are not always told
+    if sample.token_ids is None and sample.text == "":  # the sample ended at once; some servers omit the id of EOS
         return ()
     if sample.token_ids is None:
         raise ConfigError(
-            "it returned text alone, and one text has several tokenisations, of which each has its chance"
+            "the subject returned text without token ids; one text has several tokenisations, each with a probability "
+            "of its own"
         )
     return sample.token_ids
 
 
 def _worth(answer: Answer) -> float:
-    """A score of a prompt for a test: accepted drafts, rejected drafts and different texts raise it."""
+    """Return a score of a prompt for a test: accepted drafts, rejected drafts and differing samples raise it."""
     mixed = min(answer.num_accepted, answer.num_drafted - answer.num_accepted)
     return mixed + 0.1 * answer.num_drafted + len({sample.token_ids for sample in answer.samples})
 
@@ -104,8 +110,8 @@ class Tested:
     """One distribution test that was made.
 
     Args:
-      place: of its finding.
-      samples: of the first draw.
+      place: index of its finding in the list of findings.
+      samples: token ids of the samples of the first draw.
     """
 
     place: int
@@ -119,18 +125,18 @@ class Tested:
 def judge_again(
     tested: Tested, finding: Finding, subject: Subject, seed: int, *, rate: float, level: float, until: float
 ) -> Finding:
-    """Draw as many samples as the first draw had, by other seeds, or as many as time allows; and judge the test anew.
+    """Draw as many samples as the first draw had, with other seeds, and judge the test again.
 
-    A second draw that was cut short acquits nobody.
+    If time runs out, fewer samples are drawn. An incomplete second draw never changes the result to "holds".
 
     Args:
-      tested: a test that failed.
-      finding: its finding.
-      rate: false alarms of all distribution tests together.
+      tested: the test that failed.
+      finding: the finding of that test.
+      rate: false alarm rate of all distribution tests together.
       level: level of one distribution test.
-      until: by `time.monotonic`.
+      until: time at which to stop, on the clock of `time.monotonic`.
 
-    Exactness: the number of samples does not depend on their values, so that both levels stay exact.
+    Exactness: the number of samples does not depend on their values, so both levels stay exact.
     """
     wanted = len(tested.samples)
     again: list[Sequence[int]] = []
@@ -141,7 +147,7 @@ def judge_again(
         )
     except ForedraftError as error:
         failed = str(error)
-    why = failed or "no time was left for more"
+    why = failed or "no time was left"
     if again:
         p_value, p_together = (
             judge_samples(tested.distribution, samples, FAR, seed).p_value

@@ -1,4 +1,5 @@
-"""The settings under which a decoder is judged. Some are made from what plain decoding said: a stop string is in it."""
+"""The sampling settings under which a decoder is checked. Some are derived from the plain output, such as stop
+strings."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from foredraft.verify.subjects import Answer
 
 @dataclass(frozen=True)
 class Feature:
-    """One setting.
+    """One sampling setting.
 
     Args:
-      params: for every prompt.
-      is_alone: prompts go one by one, and plain decoding has them together.
+      params: parameters of every prompt.
+      is_alone: whether the subject gets the prompts one by one, while plain decoding gets them as one batch.
     """
 
     name: str
@@ -32,7 +33,7 @@ DISTRIBUTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("top-k 8, repetition penalty 1.3", {"top_k": 8, "repetition_penalty": 1.3}),
     ("top-p 0.9, temperature 0.8", {"top_p": 0.9, "temperature": 0.8}),
 )
-"""Settings whose distribution is enumerated; the first is the one the control is caught under."""
+"""Settings whose distribution is enumerated. The control is tested under the first one."""
 
 CONTROL = "broken acceptance"
 """Name of the control among the settings."""
@@ -41,19 +42,20 @@ DISTRIBUTIONS_UNKEYED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("min-p 0.1", {"min_p": 0.1}),
     ("typical-p 0.7", {"typical_p": 0.7}),
 )
-"""Settings whose distribution is enumerated besides, where sampled tokens are not compared."""
+"""Additional settings whose distribution is enumerated if sampled tokens are not compared."""
 
 
 def features(plain: Sequence[Answer], max_tokens: int, seed: int, *, is_keyed: bool = True) -> list[Feature]:
-    """All settings, the plainest first. Where samples are not compared, penalties of output tokens are greedy ones.
+    """Return all settings, the plainest first. If samples are not compared, penalties of output tokens are tested
+    greedily.
 
-    Args:
-      plain: greedy answers of plain decoding, from which stop strings and biases are made.
-      seed: of prompt i is ``seed + i``.
+        Args:
+          plain: greedy answers of plain decoding, from which stop strings and biases are made.
+          seed: seed of the first prompt; prompt i has ``seed + i``.
     """
 
     def setting(name: str, *, temperature: float = 1.0, **keys: Any) -> Feature:
-        """Lists hold a value for every prompt, everything else is for all of them."""
+        """Return one setting. A list contains one value per prompt; any other value applies to all prompts."""
         return Feature(
             name,
             tuple(
@@ -92,14 +94,14 @@ def features(plain: Sequence[Answer], max_tokens: int, seed: int, *, is_keyed: b
 
 
 def _inside(answer: Answer) -> list[str]:
-    """A stop string that the text holds behind its middle, three characters long."""
+    """Return a stop string of three characters that occurs after the middle of the output."""
     text = answer.samples[0].text or ""
     start = len(text) // 2
     return [text[start : start + 3]] if text[start : start + 3].strip() else []
 
 
 def _bias(answer: Answer) -> dict[int, float]:
-    """Against the tokens that come first."""
+    """Return a bias against the first tokens of the output."""
     return dict.fromkeys((answer.samples[0].token_ids or ())[:4], -4.0)
 
 

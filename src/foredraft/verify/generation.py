@@ -1,4 +1,4 @@
-"""Settings under which transformers' ``generate`` draws from the distribution of this library's parameters."""
+"""Settings for transformers' ``generate`` that give the same distribution as `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from transformers.utils import logging
 from foredraft.config.sampling import SamplingParams
 
 NO_TOKEN = 2**31 - 1
-"""An id that no vocabulary has; transformers warns of negative ones."""
+"""An id outside every vocabulary. transformers warns about negative ids."""
 
 
 def generation_config(
     params: SamplingParams, eos_token_ids: Sequence[int], options: Mapping[str, Any] | None = None
 ) -> GenerationConfig:
-    """A config with which transformers' ``generate`` draws from the distribution of these parameters.
+    """Return a config with which transformers' ``generate`` draws from the distribution of these parameters.
 
     Args:
-      params: of which it takes temperature, top-k, top-p, min-p, typical-p, the repetition penalty and the length.
-      eos_token_ids: that end a text, unless it goes on past them; the model's own are left aside.
-      options: more keys of the generation config.
+      params: sampling parameters; temperature, top-k, top-p, min-p, typical-p, repetition penalty and length are
+        used.
+      eos_token_ids: tokens that end an output unless EOS is ignored. They replace those of the model's own config.
+      options: further keys of the generation config.
     """
     chosen: dict[str, Any] = {"do_sample": not params.is_greedy}
     if not params.is_greedy:
         chosen |= {name: getattr(params, name) for name in ("temperature", "top_p", "typical_p", "top_k")}
         chosen["min_p"] = params.min_p or None
-    never = [NO_TOKEN]  # None would be replaced by the model's own
+    never = [NO_TOKEN]  # None would be replaced by the EOS tokens of the model's own config
     return GenerationConfig(
         max_new_tokens=params.max_tokens,
         eos_token_id=never if params.ignore_eos or not eos_token_ids else list(eos_token_ids),
@@ -42,7 +43,7 @@ def generation_config(
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """transformers says nothing of settings that it passes to itself, such as those of an assistant."""
+    """Silence transformers' warnings about settings that it passes to itself, such as those of an assistant."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""Decoders to judge: this library, transformers' own generation, any function that generates, or a server."""
+"""Decoders that can be verified: foredraft, transformers' own generation, any function that generates, or a server."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ALL = frozenset(field.name for field in fields(SamplingParams))
 TRANSFORMERS = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "n", "ignore_eos"}
 )
-"""Fields that `TransformersSubject` passes on."""
+"""Fields that `TransformersSubject` supports."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text that was generated.
+    """One generated output.
 
     Args:
-      token_ids: its tokens, without the prompt; None where only text is known.
-      text: None where only tokens are known.
-      logprobs: of every token, by token id; None where they were not returned.
+      token_ids: tokens without the prompt; None if only the text is known.
+      text: the text; None if only the tokens are known.
+      logprobs: log-probabilities of every position, by token id; None if they were not returned.
     """
 
     token_ids: tuple[int, ...] | None = None
@@ -47,7 +47,8 @@ class Answer:
     """The samples of one prompt.
 
     Args:
-      num_drafted, num_accepted: draft tokens that were verified, and kept; 0 where nobody counts.
+      num_drafted, num_accepted: numbers of verified and of accepted draft tokens; 0 if the subject does not count
+        them.
     """
 
     samples: tuple[Sample, ...]
@@ -56,16 +57,16 @@ class Answer:
 
 
 class Subject(ABC):
-    """Something that generates.
+    """A decoder to verify.
 
     Args:
-      name: for people.
-      takes: fields of `SamplingParams` that it can be asked for; features that need others are left out by name.
-      is_keyed: sampled texts are to be those of plain decoding with the same seed; else their distribution is tested
-        alone.
-      counts_drafts: what it answers says how many tokens were drafted.
-      prefill_chunk_size: in which it reads prompts, where it is this library's and says so: chunks of another size are
-        rounded otherwise, so plain decoding beside it reads them alike.
+      name: name in reports.
+      takes: fields of `SamplingParams` that the decoder supports. Settings that need other fields are left out.
+      is_keyed: True if sampled outputs must equal those of plain decoding with the same seed. Otherwise only their
+        distribution is tested.
+      counts_drafts: True if its answers contain the numbers of draft tokens.
+      prefill_chunk_size: chunk size of its prefill, if the decoder is foredraft's and reports it. Chunks of another
+        size are rounded differently, so plain decoding uses the same size.
     """
 
     name: str
@@ -76,14 +77,14 @@ class Subject(ABC):
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """Continue prompts of token ids, each by its own parameters, which have a seed where they sample."""
+        """Continue prompts of token ids, each with its own parameters. Sampled requests have a seed."""
 
 
 class LLMSubject(Subject):
-    """An `LLM`, as it drafts.
+    """An `LLM` with its own drafter.
 
     Args:
-      is_keyed: by default, what its acceptance rule promises.
+      name: name in reports; by default the method and the model.
     """
 
     counts_drafts = True
@@ -94,10 +95,10 @@ class LLMSubject(Subject):
         self.is_keyed = llm.speculative_config.rule.keeps_tokens
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """All prompts at once, in batches as large as the engine's."""
+        """Generate for all prompts at once, in batches as large as the engine's."""
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         answers = []
-        explicit = [one.explicit() for one in params]  # a setting is what it says, whatever the defaults of the model
+        explicit = [one.explicit() for one in params]  # the defaults of the model must not change a setting
         for result in self.llm.generate(asked, explicit, use_tqdm=False):
             counts = result.metrics.speculative_decoding
             samples = tuple(
@@ -115,7 +116,7 @@ class LLMSubject(Subject):
 
 
 class BrokenSubject(Subject):
-    """The positive control: the drafter of an `LLM` under a rule that keeps whatever is drafted, and draws nothing."""
+    """The positive control: the drafter of an `LLM` under a rule that accepts every draft token."""
 
     name = "control"
     counts_drafts = True
@@ -124,7 +125,7 @@ class BrokenSubject(Subject):
         self._llm = llm
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """All prompts at once."""
+        """Generate for all prompts at once."""
         broken = {"acceptance": TYPICAL.name, "typical": TypicalLimits(threshold=0.0, alpha=0.0)}
         with self._llm.engine(self._llm.drafting.new_drafter(), **broken) as engine:
             pairs = zip(prompts, params, strict=True)
@@ -142,14 +143,14 @@ class BrokenSubject(Subject):
 
 
 class FunctionSubject(Subject):
-    """A function ``generate(prompt_ids, params)`` of somebody else's decoder.
+    """A function ``generate(prompt_ids, params)`` of another decoder.
 
     Args:
-      function: takes a list of token ids and `SamplingParams`, and returns the tokens that follow; for ``n`` samples a
-        list of such lists; without "n" in ``takes`` it is called for each, by seeds of their own. It may return
-        `Sample` objects instead, which hold text and log-probabilities, too.
-      takes, is_keyed: as of `Subject`. Functions are not keyed unless they say so: only who draws by this library's
-        noise can return the tokens of plain decoding.
+      function: function of a list of token ids and `SamplingParams` that returns the tokens that follow. For ``n``
+        samples it returns a list of such lists. Without "n" in ``takes`` it is called once per sample, each time with
+        another seed. It may return `Sample` objects, which also contain text and log-probabilities.
+      takes, is_keyed: see `Subject`. A function is not keyed by default: only a decoder that samples with foredraft's
+        keyed noise can return the tokens of plain decoding.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class FunctionSubject(Subject):
         self.takes, self.is_keyed = frozenset(takes), is_keyed
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """One prompt after another."""
+        """Generate for one prompt after another."""
         return [self._answer(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _answer(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
@@ -174,27 +175,29 @@ class FunctionSubject(Subject):
             return Answer(tuple(sample for one in alone for sample in self._answer(prompt, one).samples))
         try:
             given = self._function(list(prompt), params)
-        except Exception as error:  # whatever a stranger's decoder raises for what it cannot do
+        except Exception as error:  # a function of the user may raise anything
             raise ConfigError(f"{self.name} fails ({described(error)})") from error
         several = given if params.n > 1 else [given]
         try:
             samples = tuple(one if isinstance(one, Sample) else Sample(tuple(map(int, one))) for one in several)
         except (TypeError, ValueError):
             what = "a list of samples" if params.n > 1 else "token ids"
-            raise ConfigError(f"{self.name} returned {given!r:.60}, where n={params.n} asks for {what}") from None
+            raise ConfigError(f"{self.name} returned {given!r:.60}; n={params.n} requires {what}") from None
         if len(samples) != params.n:
-            raise ConfigError(f"{self.name} returned {len(samples)} samples where n={params.n}; return a list of them")
+            raise ConfigError(
+                f"{self.name} returned {len(samples)} samples for n={params.n}; return a list of {params.n}"
+            )
         return Answer(samples)
 
 
 class TransformersSubject(Subject):
-    """``generate`` of transformers: plain, assisted, or by prompt lookup.
+    """``generate`` of transformers: plain, assisted, or with prompt lookup.
 
     Args:
-      model: of transformers, in memory.
-      eos_token_ids: that end a text.
-      options: for the generation config, such as ``prompt_lookup_num_tokens``.
-      assistant: makes it assisted generation.
+      model: a loaded transformers model.
+      eos_token_ids: tokens that end an output.
+      options: keys of the generation config, such as ``prompt_lookup_num_tokens``.
+      assistant: assistant model for assisted generation; None for none.
     """
 
     takes = TRANSFORMERS
@@ -214,7 +217,7 @@ class TransformersSubject(Subject):
         self._options = dict(options or {})
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """One sample after another: assisted generation takes no batches."""
+        """Generate one sample after another, because assisted generation does not support batches."""
         return [
             Answer(tuple(self._sample(prompt, each, index) for index in range(each.n)))
             for prompt, each in zip(prompts, params, strict=True)
@@ -239,43 +242,44 @@ class TransformersSubject(Subject):
 
 
 def asked_for(params: SamplingParams) -> set[str]:
-    """Fields that parameters set to something else than plain greedy decoding has."""
+    """Return the fields whose values differ from plain greedy decoding."""
     plain = replace(SamplingParams(temperature=0.0), max_tokens=params.max_tokens, seed=params.seed)
     return {name for name in ALL if getattr(params, name) != getattr(plain, name)}
 
 
 OPENAI = frozenset({"temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias"})
 EXTRAS = frozenset({"top_k", "min_p", "repetition_penalty", "ignore_eos"})
-"""Fields beyond OpenAI's that vLLM and this library's server take by the same names."""
+"""Fields beyond OpenAI's that vLLM and foredraft's server accept under the same names."""
 
 FOREDRAFT = frozenset({"typical_p", "no_repeat_ngram_size", "stop_token_ids"})
-"""Fields that this library's server takes besides."""
+"""Further fields that foredraft's server accepts."""
 
 LLAMA_CPP = {"return_tokens": True, "verbose": True, "top_k": 0, "min_p": 0.0, "repeat_last_n": 2**16}
-"""Further fields for llama.cpp's server: it returns token ids, and does not truncate the distribution by default."""
+"""Further fields for llama.cpp's server: return token ids, and do not truncate the distribution by default."""
 
 
 BUSY = (429, 503)
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Before a busy server is asked again, unless it names a time."""
+"""Pauses before a request to a busy server is repeated, unless the server names a time."""
 LONGEST_PAUSE_SECONDS = 30.0
 
 
 class ServerSubject(Subject):
-    """A server of an OpenAI-compatible API, at its address.
+    """A server with an OpenAI-compatible API.
 
-    Where it returns token ids (``return_token_ids``, as vLLM and this library do; llama.cpp in its own way), those are
-    compared; else its text. Samples that it refuses to draw together are asked for one by one. Where it is busy (429 or
-    503), it is asked again. This library's server says how it reads prompts, and whether its rule keeps the tokens of
-    plain decoding: then sampled ones are compared, too.
+    If the server returns token ids, the ids are compared; otherwise the text is. vLLM and foredraft return them for
+    ``return_token_ids``, llama.cpp in its own way. If the server refuses to draw several samples at once, they are
+    requested one by one. If it is busy (429 or 503), the request is repeated. foredraft's server reports its prefill
+    chunk size, and whether its acceptance rule keeps the tokens of plain decoding; if it does, sampled tokens are
+    compared as well.
 
     Args:
       url: ``http://host:port``, with or without ``/v1``.
-      model: the name it serves; by default the first that ``/v1/models`` lists.
-      api_key: sent as a bearer token.
-      timeout_seconds: per request.
+      model: the served name; by default the first model in ``/v1/models``.
+      api_key: key sent as a bearer token.
+      timeout_seconds: time limit of one request.
 
-    Raises: ConfigError where nobody answers, or with an error.
+    Raises: ConfigError if the server does not answer or answers with an error.
     """
 
     takes = OPENAI | EXTRAS
@@ -286,12 +290,12 @@ class ServerSubject(Subject):
         try:
             parts = urlsplit(url)
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # of a port that is no number, or a bracket that is left open
+        except ValueError:  # the port is not a number, or a bracket is left open
             is_address = False
         if not is_address:
-            raise ConfigError(f"{url!r} is not the address of a server; give http://host:port")
+            raise ConfigError(f"{url!r} is not the address of a server; use http://host:port")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key holds characters that no header can; give the key alone, without a line end")
+            raise ConfigError("the API key contains characters that a header cannot; give the key without a line end")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._key, self._timeout = api_key, timeout_seconds
         first = self._first_model()
@@ -304,7 +308,7 @@ class ServerSubject(Subject):
         self.name = f"{self._model} at {parts.netloc}"
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """One request after another."""
+        """Send one request after another."""
         return [self._answer(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _answer(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
@@ -328,7 +332,7 @@ class ServerSubject(Subject):
         }
         plain = SamplingParams(temperature=params.temperature)
         changed = {name: getattr(params, name) for name in self.takes if getattr(params, name) != getattr(plain, name)}
-        if self._takes_extras:  # which have defaults of the model
+        if self._takes_extras:  # their defaults come from the served model, so every value is sent
             body |= {name: getattr(params, name) for name in ("top_k", "min_p", "repetition_penalty")}
         body |= LLAMA_CPP if self._is_llama_cpp else {}
         body |= {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
@@ -341,19 +345,19 @@ class ServerSubject(Subject):
         answer = self._ask("/completions", body)
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
-            raise ConfigError(f"{self.name} answered no list of choices, but {json.dumps(answer):.200}")
+            raise ConfigError(f"{self.name} returned no list of choices, but {json.dumps(answer):.200}")
         if len(choices) != params.n:
-            raise ConfigError(f"{self.name} answered {len(choices)} choices where n={params.n} was asked for")
+            raise ConfigError(f"{self.name} returned {len(choices)} choices for n={params.n}")
         if self._is_llama_cpp and params.n == 1:
             verbose = answer.get("__verbose")
             choices = [{**choices[0], "token_ids": verbose.get("tokens") if isinstance(verbose, dict) else None}]
         places = [one.get("index") for one in choices]
-        if sorted(map(str, places)) == sorted(map(str, range(params.n))):  # else they come in their order
+        if sorted(map(str, places)) == sorted(map(str, range(params.n))):  # without valid indices keep the given order
             choices.sort(key=lambda one: int(one["index"]))
         return tuple(map(_sample, choices))
 
     def _is_of_foredraft(self, card: Mapping[str, Any]) -> None:
-        """Read the facts that this library's server lists for a model; older servers list none."""
+        """Read the facts that foredraft's server lists for a model; older servers list none."""
         size, rule = card.get("prefill_chunk_size"), RULES.get(str(card.get("rejection_sample_method")))
         self.takes |= FOREDRAFT
         self.prefill_chunk_size = size if type(size) is int and size > 0 else None
@@ -362,7 +366,7 @@ class ServerSubject(Subject):
     def _first_model(self) -> Mapping[str, Any]:
         listed = self._ask("/models", None).get("data")
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
-            raise ConfigError(f"{self._base}/models lists no model; is that an OpenAI-compatible server?")
+            raise ConfigError(f"{self._base}/models lists no model; check that this is an OpenAI-compatible server")
         first: Mapping[str, Any] = listed[0]
         return first
 
@@ -376,25 +380,27 @@ class ServerSubject(Subject):
             answer = self._opened(request)
         except urllib.error.HTTPError as error:
             said = ""
-            with suppress(OSError, http.client.HTTPException):  # the answer may end in the middle of its reason
+            with suppress(OSError, http.client.HTTPException):  # the connection may break while the reason is read
                 said = error.read(2_000).decode(errors="replace").strip()
             raise ConfigError(f"{self._base}{path} answered {error.code}: {said[:300]}") from None
         except ValueError:
             raise ConfigError(
-                f"{self._base}{path} answered something that is not JSON (a stream, or a page?); it has to answer "
-                "whole requests as the OpenAI API does"
+                f"{self._base}{path} returned something that is not JSON (a stream or an HTML page?); the server must "
+                "answer with one JSON object, as the OpenAI API does"
             ) from None
         except http.client.HTTPException as error:
-            raise ConfigError(f"{self._base}{path} broke off its answer ({error!r})") from None
+            raise ConfigError(f"{self._base}{path} broke off its answer ({error!r}); try again") from None
         except OSError as error:
             reason = getattr(error, "reason", error)
-            raise ConfigError(f"{self._base}{path} does not answer ({reason}); is the server running there?") from None
+            raise ConfigError(
+                f"{self._base}{path} does not answer ({reason}); check that the server is running"
+            ) from None
         if not isinstance(answer, dict):
-            raise ConfigError(f"{self._base}{path} answered no JSON object")
+            raise ConfigError(f"{self._base}{path} returned JSON that is not an object")
         return answer
 
     def _opened(self, request: urllib.request.Request) -> Any:
-        """The answer of the server. A busy server is asked again, after the time that it names."""
+        """Return the answer of the server. If the server is busy, repeat the request after the time that it names."""
         pauses = iter(PAUSES_SECONDS)
         while True:
             try:
@@ -409,11 +415,11 @@ class ServerSubject(Subject):
 
 
 def _sample(choice: Mapping[str, Any]) -> Sample:
-    """Raises: ConfigError for a choice with neither token ids nor text."""
+    """Return the sample of a choice. Raises ConfigError for a choice with neither token ids nor text."""
     ids, text = choice.get("token_ids"), choice.get("text")
     if ids is not None and not (isinstance(ids, list) and all(type(one) is int for one in ids)):
-        raise ConfigError(f"it answered token_ids that are none: {json.dumps(ids):.100}")
+        raise ConfigError(f"the server returned token_ids that are not a list of integers: {json.dumps(ids):.100}")
     text = text if isinstance(text, str) else None
     if ids is None and text is None:
-        raise ConfigError("it answered with neither token_ids nor text; is that its /v1/completions?")
+        raise ConfigError("the server returned neither token_ids nor text; check that it serves /v1/completions")
     return Sample(tuple(ids) if ids else None, text)

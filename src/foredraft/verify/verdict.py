@@ -1,4 +1,4 @@
-"""Findings, differences between texts, and the verdict that follows."""
+"""Findings of a verification, differences between outputs, and the resulting verdict."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EXIT_STATUS = {LOSSLESS: 0, NOT_LOSSLESS: 3, UNDECIDED: 4}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-      feature: of sampling, in words.
-      status: "left out" is for what the subject cannot be asked, or what there was no time for.
-      found: in words.
-      numbers: behind the words.
+      feature: name of the sampling setting.
+      status: outcome of the check; "left out" if the subject does not support the setting or no time was left.
+      found: explanation in words.
+      numbers: figures behind the explanation.
     """
 
     feature: str
@@ -39,17 +39,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a decoder says what its model says.
+    """The verdict on a decoder: lossless, not lossless, or undecided.
 
     Args:
-      subject: what was judged.
-      reference: what it was held against.
-      promise: what it promises, in words; empty for others' decoders.
-      findings: in the order in which they were made.
-      num_drafted, num_accepted: draft tokens verified and kept; None where nobody counts.
-      false_alarm_rate: at most, over all distribution tests together, for a lossless decoder.
-      seconds: that it took.
-      is_interrupted: Ctrl-C ended it early.
+      subject: name of the decoder that was checked.
+      reference: name of the decoder it was compared with.
+      promise: guarantee of the decoder, in words; empty for decoders other than foredraft's.
+      findings: results of all checks, in the order in which they were made.
+      num_drafted, num_accepted: numbers of verified and of accepted draft tokens; None if the subject does not count.
+      false_alarm_rate: upper bound on the chance that a lossless decoder fails any of the distribution tests.
+      seconds: duration of the verification.
+      is_interrupted: True if Ctrl-C ended the verification early.
     """
 
     subject: str
@@ -64,26 +64,26 @@ class Verdict:
 
     @property
     def broken(self) -> list[Finding]:
-        """Findings of faults."""
+        """Findings with status "broken"."""
         return [finding for finding in self.findings if finding.status == "broken"]
 
     @property
     def doubts(self) -> list[str]:
-        """Why it cannot be called lossless, though nothing was found broken; empty where it can."""
+        """Reasons why the decoder cannot be called lossless although no check failed; empty if it can."""
         found = [INTERRUPTED] if self.is_interrupted else []
         found += [f"{one.feature}: {one.found}" for one in self.findings if one.status == "undecided"]
         if self.num_accepted == 0:
-            found.append("no draft token was accepted, so that nothing was put to the test")
+            found.append("no draft token was accepted, so acceptance was not tested")
         for check in ("tokens", "distribution", "control"):
             if not any(one.check == check and one.status == "holds" for one in self.findings):
-                reason = next((one.found for one in self.findings if one.check == check), "there was no time for it")
+                reason = next((one.found for one in self.findings if one.check == check), "no time was left for it")
                 if not any(reason in doubt for doubt in found):
-                    found.append(f"no {check} check came to an end ({reason})")
+                    found.append(f"no {check} check was completed ({reason})")
         return found
 
     @property
     def left_out(self) -> dict[str, list[str]]:
-        """Checks that were left out, by reason."""
+        """Checks that were left out, grouped by reason."""
         found: dict[str, list[str]] = {}
         for one in self.findings:
             if one.status == "left out":
@@ -92,18 +92,18 @@ class Verdict:
 
     @property
     def status(self) -> str:
-        """lossless, not lossless, or undecided."""
+        """The verdict as a string: "lossless", "not lossless" or "undecided"."""
         if self.broken:
             return NOT_LOSSLESS
         return UNDECIDED if self.doubts else LOSSLESS
 
     @property
     def exit_status(self) -> int:
-        """Exit status of the command line: 0, 3 or 4."""
+        """Exit status of the command line: 0 for lossless, 3 for not lossless, 4 for undecided."""
         return EXIT_STATUS[self.status]
 
     def sentence(self) -> str:
-        """The verdict in words."""
+        """Return the verdict in words."""
         if self.broken:
             first = self.broken[0]
             more = f", and {len(self.broken) - 1} more" if len(self.broken) > 1 else ""
@@ -113,7 +113,11 @@ class Verdict:
         tokens = [one for one in self.findings if one.check == "tokens" and one.status == "holds"]
         tests = [one for one in self.findings if one.check == "distribution" and one.status == "holds"]
         same = sum(one.numbers.get("num_tokens", 0) for one in tokens)
-        drafts = "" if self.num_accepted is None else f" {self.num_accepted} of {self.num_drafted} draft tokens stayed."
+        drafts = (
+            ""
+            if self.num_accepted is None
+            else f" {self.num_accepted} of {self.num_drafted} draft tokens were accepted."
+        )
         smallest = min((one.numbers.get("p_value_together", one.numbers["p_value"]) for one in tests), default=1.0)
         finest = min((one.numbers["detectable"] for one in tests), default=1.0)
         alarms = f"{100 * self.false_alarm_rate:g}%"
@@ -122,20 +126,20 @@ class Verdict:
         number = number if len(tests) == asked else f"{len(tests)} of {asked} distribution tests"
         agree = f"{number} {'agrees' if len(tests) == 1 else 'agree'}"
         return (
-            f"{self.subject} is lossless: {same} tokens under {counted(len(tokens), 'setting')} are those of "
+            f"{self.subject} is lossless: {same} tokens under {counted(len(tokens), 'setting')} are equal to those of "
             f"{self.reference}, and {agree} with the enumerated distribution (smallest p "
             f"{smallest:.2g}; false alarms at most {alarms}; a shift of {finest:g} of the mass of a "
-            f"token would have been found).{drafts} A decoder that was broken on purpose was caught."
+            f"token would have been found).{drafts} The control, a deliberately broken decoder, was caught."
             f"{self._said_of_left_out()}"
         )
 
     def _said_of_left_out(self) -> str:
-        """A sentence, with the blank before it; empty where everything was looked at."""
+        """Return a sentence on the checks that were left out, with a leading space; empty if there are none."""
         said = [f"{', '.join(names)} ({reason})" for reason, names in self.left_out.items()]
         return f" Left out: {'; '.join(said)}." if said else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the verdict as plain data, ready for JSON."""
         return {
             "status": self.status,
             "sentence": self.sentence(),
@@ -146,7 +150,7 @@ class Verdict:
 
 
 def holm(p_values: Sequence[float], rate: float) -> list[bool]:
-    """Which of several tests reject, with a chance of at most ``rate`` for any false one (Holm 1979)."""
+    """Return which tests reject, by Holm's method (1979): the chance of any false rejection is at most ``rate``."""
     rejected = [False] * len(p_values)
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         if p_values[place] > rate / (len(p_values) - rank):
@@ -156,7 +160,7 @@ def holm(p_values: Sequence[float], rate: float) -> list[bool]:
 
 
 NEVER = float("inf")
-"""The gap where one text has ended and the other goes on: no rounding does that."""
+"""Gap of a difference that rounding cannot explain, such as one output ending where the other continues."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +168,11 @@ class Difference:
     """The first token at which a sample differs from that of plain decoding.
 
     Args:
-      prompt, sample: which one.
+      prompt, sample: index of the prompt, and index of the sample of that prompt.
       position: index in the output.
-      found, expected: token ids there, or text where the tokens are the same; "(end)" where one has ended.
-      gap: by how much the distribution prefers one to the other, as `foredraft.testing.Divergence` has it.
+      found, expected: token ids at that position, or the two texts if all tokens are equal; "(end)" if one has ended.
+      gap: preference of the distribution for one of the two tokens over the other, as in
+        `foredraft.testing.Divergence`.
     """
 
     prompt: int
@@ -179,7 +184,9 @@ class Difference:
 
 
 def tokens_of(tokenizer: Any, text: str, expected_text: str, expected: list[int]) -> list[int]:
-    """Tokens of a text that came without any: the expected ones as far as the two texts agree."""
+    """Return the tokens of a text that came without token ids: the expected tokens as far as both texts agree, then the
+    tokenisation of the rest.
+    """
     if tokenizer is None:
         return []
     agree = shared_length(text, expected_text)
@@ -193,29 +200,29 @@ def tokens_of(tokenizer: Any, text: str, expected_text: str, expected: list[int]
 def token_finding(
     name: str, num_samples: int, num_tokens: int, differences: Sequence[Difference], near_tie: float
 ) -> Finding:
-    """The finding of a comparison of texts.
+    """Return the finding of a comparison of outputs.
 
     Args:
-      differences: those of the texts that are not equal.
-      near_tie: gap up to which rounding explains one; 0 where the same bits are promised.
+      differences: first differences of the outputs that are not equal.
+      near_tie: largest gap that rounding explains; 0 if the guarantee is bitwise.
     """
     numbers = {"num_samples": num_samples, "num_tokens": num_tokens, "differences": list(map(asdict, differences))}
     if not differences:
-        return Finding(name, "tokens", "holds", f"{num_samples} of {num_samples} texts equal", numbers)
+        return Finding(name, "tokens", "holds", f"{num_samples} of {num_samples} outputs equal", numbers)
     worst = max(differences, key=lambda one: one.gap)
     said = (
-        f"{len(differences)} of {num_samples} texts differ, by a gap of {worst.gap:.3g} at most (rounding explains "
-        f"{near_tie:g}): in prompt {worst.prompt} token {worst.position} is {worst.found!r} instead of "
+        f"{len(differences)} of {num_samples} outputs differ, with a gap of {worst.gap:.3g} at most (rounding explains "
+        f"gaps up to {near_tie:g}): in prompt {worst.prompt}, token {worst.position} is {worst.found!r} instead of "
         f"{worst.expected!r}"
     )
     return Finding(name, "tokens", "undecided" if 0.0 < near_tie >= worst.gap else "broken", said, numbers)
 
 
 def logprob_finding(name: str, found: Sequence[Answer], wanted: Sequence[Answer], limit: float) -> Finding:
-    """The finding of a comparison of log-probabilities of equal texts, those behind rejected drafts included.
+    """Return the finding of a comparison of log-probabilities of equal outputs, including tokens after rejected drafts.
 
     Args:
-      limit: difference up to which rounding explains one; 0 where the same bits are promised.
+      limit: largest difference that rounding explains; 0 if the guarantee is bitwise.
     """
     largest, num_tokens = 0.0, 0
     for answer, plain in zip(found, wanted, strict=True):
@@ -232,9 +239,9 @@ def logprob_finding(name: str, found: Sequence[Answer], wanted: Sequence[Answer]
                     if each in own and own[each] != value:
                         apart = abs(own[each] - value)
                         largest = max(largest, apart if apart == apart else NEVER)
-    said = "equal to the bit" if largest == 0.0 else f"up to {largest:.2g} apart"
+    said = "bitwise equal" if largest == 0.0 else f"up to {largest:.2g} apart"
     if largest == NEVER:
-        said = "some without one, or with none that is a number"
+        said = "some are missing or not a number"
     numbers = {"num_tokens": num_tokens, "largest_difference": largest, "limit": limit}
     status: Status = "holds" if largest <= limit else "broken"
-    return Finding(name, "log-probabilities", status, f"of {num_tokens} tokens, {said}", numbers)
+    return Finding(name, "log-probabilities", status, f"{num_tokens} tokens, {said}", numbers)

@@ -1,4 +1,4 @@
-"""Tests within a budget of time whether a decoder keeps the tokens of plain decoding and the model's distribution."""
+"""Verification of a decoder within a time budget: tokens against plain decoding, samples against the distribution."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from foredraft.verify.verdict import (
 )
 
 SHARE_OF_DISTRIBUTIONS = 0.45
-"""Largest share of the time for distribution tests and the control: settings whose tokens are compared go first."""
+"""Largest share of the time for distribution tests and the control. The rest is left for comparing tokens."""
 
 SHARE_UNKEYED = 0.7
-"""The same where sampled tokens are not compared."""
+"""Same share for subjects whose sampled tokens are not compared."""
 
 
 def verify(
@@ -58,34 +58,35 @@ def verify(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Verdict:
-    """Judge whether a decoder says what a model says.
+    """Verify whether a decoder is lossless: whether it keeps the tokens or the distribution of the model.
 
-    Under every setting of sampling its tokens are compared with plain decoding, the same seeds given; where tokens
-    differ, the gap between them under the distribution of the model tells rounding from faults. Short continuations are
-    tested against the distribution of the model, enumerated by transformers' processors over plain forwards. A decoder
-    that accepts whatever is drafted goes through the same tests and has to be caught.
+    Under every sampling setting its tokens are compared with those of plain decoding with the same seeds. Where tokens
+    differ, their gap under the model's distribution distinguishes rounding from faults. Samples of short continuations
+    are tested against the model's distribution, which transformers' processors enumerate over plain forward passes. As
+    a control, a decoder that accepts every draft goes through the same test and has to fail it.
 
     Args:
-      llm: the model, and how it drafts. Drafts are as long as its config allows, whatever they cost.
-      prompts: as `LLM.generate` takes them. Text that repeats itself is drafted best.
-      subject: what is judged; by default ``llm``. Others' decoders are judged over the model of ``llm``; a function is
-        taken as `FunctionSubject` takes it.
-      max_tokens: of every answer that is compared.
-      budget_seconds: after which no new check begins, and no second draw goes on; what there was no time for is named.
-      false_alarm_rate: chance that a lossless decoder fails any distribution test, at most; one that fails is drawn
-        once more.
-      progress: called with one line before each check.
+      llm: the model and its speculative config. Drafts are as long as the config allows, even where that is slower.
+      prompts: prompts as for `LLM.generate`. Repetitive text leads to the most accepted drafts.
+      subject: the decoder to verify; by default ``llm``. Another decoder must run the same model as ``llm``. A function
+        is wrapped in `FunctionSubject`.
+      max_tokens: length of every output that is compared.
+      budget_seconds: time after which no new check and no second draw begins. The verdict names the checks left out.
+      false_alarm_rate: largest chance that a lossless decoder fails any distribution test. A failed test is drawn once
+        more.
+      progress: function that is called with one line before each check.
 
-    Ctrl-C ends it early: the verdict holds what was found by then, and is never "lossless".
+    Ctrl-C ends the verification early. The verdict then contains the findings so far and is never "lossless".
 
-    Raises: ConfigError for values out of range, PromptError for prompts.
-    Randomness: keyed by ``seed``; the same call gives the same tokens, and as many of them as time allows.
+    Raises: ConfigError for values out of range, PromptError for invalid prompts.
+    Randomness: keyed by ``seed``. The same call gives the same tokens, and as many of them as time allows.
     """
     if not 0.0 < false_alarm_rate < 1.0:
-        raise ConfigError(f"false_alarm_rate is {false_alarm_rate}; it must lie between 0 and 1")
+        raise ConfigError(f"false_alarm_rate is {false_alarm_rate}; it must be between 0 and 1")
     if max_tokens < DEPTH or budget_seconds <= 0:
         raise ConfigError(
-            f"max_tokens is {max_tokens} and budget_seconds {budget_seconds}; give {DEPTH} or more, and time"
+            f"max_tokens is {max_tokens} and budget_seconds is {budget_seconds}; max_tokens must be at least {DEPTH} "
+            "and budget_seconds positive"
         )
     if subject is not None and not isinstance(subject, Subject):
         subject = FunctionSubject(subject)
@@ -99,7 +100,7 @@ def verify(
 
 
 class _Work:
-    """One verification, while it runs."""
+    """One running verification."""
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class _Work:
         self._draw = partial(draw, seed=seed)
         if subject and subject.prefill_chunk_size:
             llm = llm.with_chunks_of(subject.prefill_chunk_size)
-        self._llm = llm.with_speculative_config(llm.speculative_config)  # whose engine is made now
-        self._llm.logs_low_gain = False  # drafts are forced
+        self._llm = llm.with_speculative_config(llm.speculative_config)  # a fresh LLM, whose engine is created here
+        self._llm.logs_low_gain = False  # drafting is forced, so a low gain is expected
         self._plain = LLMSubject(llm.with_speculative_config(None), "plain decoding")
         self._subject = subject or LLMSubject(self._llm)
         self._is_own = subject is None
@@ -139,7 +140,7 @@ class _Work:
         ]
 
     def run(self) -> Verdict:
-        """Everything that there is time for, until it is interrupted."""
+        """Make all checks that time allows, or until interrupted, and return the verdict."""
         is_interrupted = False
         try:
             self._look()
@@ -164,7 +165,7 @@ class _Work:
         )
 
     def _look(self) -> None:
-        """Make every check; distributions are judged afterwards, all of them together."""
+        """Make every check except for judging the distribution tests, which are judged together at the end."""
         ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, logprobs=2)
         self._progress("plain decoding of every prompt")
         plain = self._expected([ends] * len(self._prompts))
@@ -189,16 +190,18 @@ class _Work:
         return [one if takes_logprobs else replace(one, logprobs=None) for one in feature.params]
 
     def _compare(self, feature: Feature) -> None:
-        """The tokens of every prompt under one setting, beside those of plain decoding."""
+        """Compare the tokens of every prompt under one setting with those of plain decoding."""
         is_late = time.monotonic() >= self._ends
-        if reason := self._why_not(feature) or (f"no time was left of {self._budget:g} s" if is_late else ""):
+        if reason := self._why_not(feature) or (
+            f"no time was left in the budget of {self._budget:g} s" if is_late else ""
+        ):
             self._findings.append(Finding(feature.name, "tokens", "left out", reason))
             return
         self._progress(f"{feature.name}: tokens")
         try:
             found = self._answers(feature)
         except ForedraftError as error:
-            self._findings.append(Finding(feature.name, "tokens", "left out", f"it refuses: {error}"))
+            self._findings.append(Finding(feature.name, "tokens", "left out", f"the subject refuses it: {error}"))
             return
         wanted = self._expected(feature.params)
         self._num_drafted += sum(answer.num_drafted for answer in found)
@@ -218,7 +221,7 @@ class _Work:
     def _difference(
         self, prompt: int, sample: int, params: SamplingParams, got: Sample, want: Sample
     ) -> Difference | None:
-        """The first difference between a sample and that of plain decoding; None where they are the same."""
+        """Return the first difference between a sample and that of plain decoding; None if they are equal."""
         expected, text = list(want.token_ids or ()), want.text or ""
         found: Sequence[int]
         if got.token_ids is None:
@@ -241,7 +244,7 @@ class _Work:
         return None
 
     def _expected(self, params: Sequence[SamplingParams]) -> list[Answer]:
-        """Plain decoding of all prompts; what has been said before is not decoded again."""
+        """Return the plain outputs of all prompts; outputs of the same parameters are decoded once."""
         asked = [replace(one, logprobs=None, seed=None) if one.is_greedy else one for one in params]
         for known, answers in self._said:
             if known == asked:
@@ -257,25 +260,26 @@ class _Work:
         return [answer for prompt, own in pairs for answer in self._subject.generate([prompt], [own])]
 
     def _why_not(self, feature: Feature) -> str:
-        """Why the subject cannot be asked for a setting; empty where it can."""
+        """Return why the subject cannot be checked under a setting; empty if it can."""
         if missing := set().union(*map(asked_for, self._given(feature))) - self._subject.takes:
-            return f"it does not take {', '.join(sorted(missing))}"
+            return f"the subject does not support {', '.join(sorted(missing))}"
         if not self._subject.is_keyed and not all(params.is_greedy for params in feature.params):
-            return "its samples need not be those of plain decoding; their distribution is tested"
+            return "sampled tokens need not equal those of plain decoding; their distribution is tested instead"
         return ""
 
     # -- distributions -------------------------------------------------------------------------------------------------
 
     def _test_distributions(self, plain: Sequence[Answer], ends: float) -> None:
-        """Samples of short continuations against the enumerated distribution; the control first of all.
+        """Draw samples of short continuations, and test the control.
 
         Args:
-          ends: when all else needs the rest of the time; the first test and the control are made anyway.
+          ends: time at which the other checks need the rest of the budget. The first test and the control are made in
+            any case.
         """
         until = min(ends, time.monotonic() + self._share * self._budget)
         tests = [(name, keys) for name, keys in self._known if not keys.keys() - self._subject.takes]
         self._num_tests = len(tests)
-        self._progress("looking for a prompt after which drafts are kept and rejected")
+        self._progress("looking for a prompt with accepted and rejected drafts")
         candidates = begun(self._prompts, plain, self._max_tokens)
         prompt = telling(self._subject, self._llm.target, candidates, self._seed)
         for place, (name, keys) in enumerate(tests):
@@ -283,7 +287,7 @@ class _Work:
             left = until - time.monotonic()
             if left <= 0 and place:
                 self._findings.append(
-                    Finding(name, "distribution", "left out", f"no time was left of {self._budget:g} s")
+                    Finding(name, "distribution", "left out", f"no time was left in the budget of {self._budget:g} s")
                 )
                 continue
             self._progress(f"{name}: distribution of {DEPTH} tokens")
@@ -295,7 +299,7 @@ class _Work:
             except ForedraftError as error:
                 self._findings.append(Finding(name, "distribution", "left out", str(error)))
                 if place == 0:
-                    why = "it has to fail the first distribution test, which was left out"
+                    why = "the control has to fail the first distribution test, which was left out"
                     self._findings.append(Finding(CONTROL, "control", "left out", why))
                 continue
             level = self._rate / len(tests)
@@ -311,35 +315,37 @@ class _Work:
                 self._catch_control(distribution, prompt, params, len(samples), level)
         for name, keys in self._known:
             if missing := keys.keys() - self._subject.takes:
-                why = f"it does not take {', '.join(sorted(missing))}"
+                why = f"the subject does not support {', '.join(sorted(missing))}"
                 self._findings.append(Finding(name, "distribution", "left out", why))
 
     def _catch_control(
         self, distribution: Distribution, prompt: list[int], params: SamplingParams, num_samples: int, level: float
     ) -> None:
-        """A decoder that keeps whatever is drafted has to fail the test that the subject has passed."""
+        """Check that a decoder that accepts every draft fails the test that the subject has passed."""
         self._progress("control: a decoder that accepts every draft")
         broken = BrokenSubject(self._llm)
         samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, FEWEST))
         test = judge_samples(distribution, samples, level, self._seed)
         is_caught = test.p_value <= level
         said = (
-            f"it was {'' if is_caught else 'not '}caught (p = {test.p_value:.2g} over {test.num_samples} continuations)"
+            f"the broken decoder was {'' if is_caught else 'not '}caught (p = {test.p_value:.2g} over "
+            f"{test.num_samples} continuations)"
         )
         status: Any = "holds" if is_caught else "undecided"
         self._findings.append(Finding(CONTROL, "control", status, said, {**vars(test), **drafts}))
 
     def _judge_distributions(self) -> None:
-        """Which distribution tests reject, all of them together: those that there was no time for count as tests that
+        """Decide which distribution tests reject, by Holm's method over all of them. Tests left out count as tests that
         hold.
 
-        What rejects is drawn once more, by other seeds: chance does not fail twice, nor by far over both draws.
+                A rejected test is drawn once more with other seeds. A lossless decoder does not fail twice by chance,
+                nor by a wide margin over both draws.
         """
         found = [tested.test.p_value for tested in self._tested]
         rejected = holm([*found, *[1.0] * (self._num_tests - len(found))], self._rate)
         for tested, is_rejected in zip(self._tested, rejected, strict=False):
             finding = self._findings[tested.place]
-            if is_rejected and "p_value_again" not in finding.numbers:  # which an interrupted call has found already
+            if is_rejected and "p_value_again" not in finding.numbers:  # present if the draw preceded an interruption
                 self._progress(f"{finding.feature}: distribution, drawn once more")
                 self._findings[tested.place] = judge_again(
                     tested,

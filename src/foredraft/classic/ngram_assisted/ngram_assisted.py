@@ -42,40 +42,40 @@ def ngram_assisted_speculative_generate(
     *,
     filler_weight: float = 1.0,
 ) -> tuple[list[int], float]:
-    """Generate with drafts from a storage of n-grams, which learns from the prompt and from every emitted token.
+    """Generate with drafts from an n-gram storage, which learns from the prompt and from every emitted token.
 
-    Source: n-gram assisted speculative decoding, NASD (romsto/Speculative-Decoding); the case without filler is ANPD
-    (Ou et al. 2024, arXiv:2404.08698).
+    Source: n-gram assisted speculative decoding, NASD (romsto/Speculative-Decoding). Without filler it is ANPD (Ou et
+    al. 2024, arXiv:2404.08698).
 
     Args:
-      inputs: token ids of one prompt; its n-grams are added to what the storage holds.
-      ngramstorage: any `INgramStorage`; it keeps what it learns, until you ``reset`` it.
-      target: a `transformers` causal LM, or any module, as for `speculative_generate`.
-      tokenizer: for ``debug`` only; None shows ids.
+      inputs: token ids of one prompt; its n-grams are added to the storage.
+      ngramstorage: any `INgramStorage`; it keeps what it learns until ``reset`` is called.
+      target: a `transformers` causal LM, or any module; see `speculative_generate`.
+      tokenizer: tokenizer for ``debug``; None prints ids.
       gamma: tokens per draft.
-      filler_top_k: of the target's likeliest tokens, how many are counted at every new place, in addition to the one
-        that was said; 1 for none.
-      logits_processor, max_gen_len, eos_tokens_id, use_cache, first_target, debug: as for `speculative_generate`.
-      pad_token_id: not used, as nothing is padded.
-      stop_if_unknown: end a draft at the first unknown context; False drafts a random token there.
-      filler_weight: what each of the likeliest tokens counts; the one that was said counts 1 besides, so 2 in all where
-        it is one of them.
+      filler_top_k: number of the target's most likely tokens that are counted at every new position, in addition to the
+        emitted one; 1 for none.
+      logits_processor, max_gen_len, eos_tokens_id, use_cache, first_target, debug: see `speculative_generate`.
+      pad_token_id: ignored, because nothing is padded.
+      stop_if_unknown: True to end a draft at the first unknown context; False to draft a random token there.
+      filler_weight: count of each of the likely tokens. The emitted token counts 1 in addition, so 2 if it is one of
+        them.
 
-    Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
-    Raises: as `speculative_generate`; TreeError for a drafted token outside the vocabulary.
-    Exactness: lossless for any storage: a drafted token stays if it is the one that the processor's ``sample`` gives.
-    Randomness: torch's global generator: the processor's ``sample``, and the storage's tokens for unknown contexts.
+    Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 if nothing was drafted).
+    Raises: the errors of `speculative_generate`; TreeError for a drafted token outside the vocabulary.
+    Exactness: lossless for any storage: a drafted token is accepted if it equals the one that the processor samples.
+    Randomness: torch's global generator, for the processor's ``sample`` and the storage's tokens for unknown contexts.
     """
     check_least("gamma", gamma, 0)
     check_least("filler_top_k", filler_top_k, 0)
     if not 0.0 < filler_weight <= 1.0:
         raise ConfigError(
-            f"filler_weight is {filler_weight}; give more than 0 and at most 1, or filler_top_k=1 for none"
+            f"filler_weight is {filler_weight}; it must be above 0 and at most 1 (use filler_top_k=1 for no filler)"
         )
     if not isinstance(ngramstorage, INgramStorage):
         raise ConfigError(
-            f"ngramstorage is a {type(ngramstorage).__name__}; give an NGramStorage, a OneLevelNGramStorage or an "
-            "INgramStorage of your own"
+            f"ngramstorage is a {type(ngramstorage).__name__}; use an NGramStorage, a OneLevelNGramStorage or another "
+            "subclass of INgramStorage"
         )
     reader = reader_of(target, keeps_cache=use_cache)
     model = reader.model
@@ -97,14 +97,14 @@ def ngram_assisted_speculative_generate(
 
 
 class StorageProposer:
-    """Drafts the successors that a storage names, one after the other, and tells it which were accepted.
+    """Drafts of the successors in a storage, one after the other. The storage learns from the emitted tokens.
 
-    The storage sees CPU tensors (1, T), views of one buffer.
+    The storage gets CPU tensors (1, T), which are views of one buffer.
 
     Args:
-      request: its prompt is added to the storage.
-      storage: names successors, learns.
-      target: the model that the storage drafts for.
+      request: request whose prompt is added to the storage.
+      storage: storage of n-grams.
+      target: model that verifies the drafts.
       gamma, filler_top_k, stop_if_unknown, filler_weight: see `ngram_assisted_speculative_generate`.
     """
 
@@ -136,7 +136,7 @@ class StorageProposer:
             if self._stop_if_unknown and not bool(known.reshape(-1)[0]):
                 break
             drafted = self._checked(int(token.reshape(-1)[0]))
-            if drafted >= self._vocab_size:  # a token of the prompt, which the target reads and never returns
+            if drafted >= self._vocab_size:  # a token that the target can read but never emits
                 break
             tokens.append(drafted)
             self._ids[0, place] = tokens[-1]
@@ -145,13 +145,13 @@ class StorageProposer:
     def _checked(self, token: int) -> int:
         if not 0 <= token < self._num_embeddings:
             raise TreeError(
-                f"the storage drafted token {token}, outside the vocabulary, 0..{self._num_embeddings - 1}; build it "
+                f"the storage drafted token {token}, outside the vocabulary, 0..{self._num_embeddings - 1}; create it "
                 f"with vocab_size={self._num_embeddings}"
             )
         return token
 
     def observe(self, text: Sequence[int], target_probs: Sequence[Tensor]) -> None:
-        """Count every new token, and then what the target thought likely in its place, which does not tie with it."""
+        """Count every new token, and then the other likely tokens at its position, so that their counts do not tie."""
         first = len(text) - len(target_probs)
         for place, probs in enumerate(target_probs, first):
             self._ids[0, place] = text[place]
@@ -161,7 +161,7 @@ class StorageProposer:
                 self._storage.fill(self._ids[:, :place], likely[None], self._filler_weight)
 
     def _likely(self, target_probs: Tensor) -> Tensor:
-        """The likeliest tokens that are possible, best first."""
+        """Return the most likely possible tokens, best first."""
         if self._filler_top_k < 2:
             return torch.empty(0, dtype=torch.long)
         probs, tokens = target_probs.topk(min(self._filler_top_k, len(target_probs)))

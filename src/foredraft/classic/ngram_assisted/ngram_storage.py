@@ -1,7 +1,7 @@
-"""Counts of which token has followed which others: a drafter without a model.
+"""Counts of the tokens that followed n-grams: a drafter without a model.
 
-The storage of `nasd` in the engine counts by the same rule, and keeps chances and runners-up for its trees. These keep
-the two dictionaries of the description instead, which programs read and write.
+The storage of `nasd` in the engine counts by the same rule, and stores probabilities and alternatives for its trees.
+The storages in this module have the two dictionaries of the description, which programs read and write.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ __all__ = ["INgramStorage", "NGramStorage", "OneLevelNGramStorage"]
 
 Gram = tuple[int, ...]
 Counts = dict[Gram, dict[int, float]]
-"""Context -> token -> how often it followed, or was likely to. Fillers may weigh a fraction."""
+"""Context -> token -> how often it followed or was likely to. Fillers may have a fractional weight."""
 Best = dict[Gram, int]
-"""Context -> the token with the highest count, the one that had it first among equals."""
+"""Context -> the token with the highest count; among equals the one that reached it first."""
 
 
 class NgramOrderError(ConfigError, AssertionError):
-    """n is below 2, which the description asserts: programs that expect its error get it."""
+    """n below 2. It is an AssertionError as well, because the description asserts n, and programs may expect that
+    error."""
 
 
 class INgramStorage(ABC):
-    """The n-gram table that `ngram_assisted_speculative_generate` drafts from.
+    """The n-gram table from which `ngram_assisted_speculative_generate` drafts.
 
     Args:
-      n: tokens of the longest n-gram, the predicted one included; 2 or more.
-      vocab_size: of the model; tokens for unknown contexts are drawn from it.
+      n: length of the longest n-gram, the predicted token included; 2 or more.
+      vocab_size: vocabulary size of the model; tokens for unknown contexts are drawn from it.
 
-    Raises: ConfigError, of n below 2 one that is an AssertionError, too.
+    Raises: ConfigError; for n below 2 it is an AssertionError as well.
     """
 
     def __init__(self, n: int, vocab_size: int) -> None:
@@ -49,20 +50,21 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def next_token(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The most frequent successor of the last tokens.
+        """Return the most frequent successor of the last tokens.
 
         Args:
           input_ids: int64 (batch, T).
-        Returns: tokens int64 (batch, 1), and bool (batch, 1) whether the context is known; a random token where not.
+        Returns: tokens int64 (batch, 1), and bool (batch, 1), True if the context is known. Otherwise the token is
+        random.
         Randomness: torch's global generator, for unknown contexts only.
         """
 
     def has_gram(self, ngram: Tensor) -> bool:
-        """Whether an n-gram, (n,) with its predicted token last, is stored.
+        """Return whether an n-gram, (n,) with its predicted token last, is stored.
 
-        Generation never calls it, so a storage of your own may leave it out.
+        Generation never calls it, so subclasses need not define it.
         """
-        raise ConfigError(f"{type(self).__name__} has no has_gram; define it to ask for n-grams")
+        raise ConfigError(f"{type(self).__name__} has no has_gram; define it to look up n-grams")
 
     @abstractmethod
     def update(self, input_ids: Tensor, next_tokens: Tensor) -> None:
@@ -70,32 +72,32 @@ class INgramStorage(ABC):
 
         Args:
           input_ids: int64 (batch, T), the text.
-          next_tokens: int64 (batch, k), alternatives for the place after it, the likeliest first.
+          next_tokens: int64 (batch, k), alternatives for the next position, the most likely first.
         """
 
     def fill(self, input_ids: Tensor, next_tokens: Tensor, weight: float = 1.0) -> None:
-        """Count what the target ranked high; `update` does where each of them counts 1.
+        """Count the target's likely tokens. By default it calls `update`, which counts 1 each.
 
-        Raises: ConfigError for another weight, which a storage of your own has to override this for.
+        Raises: ConfigError for another weight, unless a subclass overrides this method.
         """
         if weight != 1.0:
             raise ConfigError(
-                f"filler_weight is {weight}, and {type(self).__name__} counts by update alone, 1 each; define fill, or "
+                f"filler_weight is {weight}, but {type(self).__name__} can only count 1 each; define fill, or "
                 "leave filler_weight at 1"
             )
         self.update(input_ids, next_tokens)
 
     @abstractmethod
     def initialize(self, input_ids: Tensor) -> None:
-        """Count every n-gram of a text (batch, T). Adds to what is stored; `reset` clears."""
+        """Count every n-gram of a text (batch, T). Earlier counts stay; `reset` clears them."""
 
     def reset(self) -> None:
-        """Forget everything. Generation never calls it, so a storage of your own may leave it out."""
-        raise ConfigError(f"{type(self).__name__} has no reset; define it, or make a new storage")
+        """Clear the storage. Generation never calls it, so subclasses need not define it."""
+        raise ConfigError(f"{type(self).__name__} has no reset; define it, or create a new storage")
 
 
 class _CountingStorage(INgramStorage):
-    """Base of both storages, which differ in the orders of n-grams they keep, and in where they keep them."""
+    """Base of both storages, which differ in the lengths of their n-grams and in the layout of their tables."""
 
     def __init__(self, n: int, vocab_size: int) -> None:
         super().__init__(n, vocab_size)
@@ -103,22 +105,22 @@ class _CountingStorage(INgramStorage):
 
     @abstractmethod
     def _orders(self) -> Sequence[int]:
-        """Sizes of the n-grams that are kept, the longest first."""
+        """Return the lengths of the stored n-grams, the longest first."""
 
     @abstractmethod
     def _tables(self, order: int) -> tuple[Counts, Best]:
-        """Tables to which n-grams of one size are written."""
+        """Return the tables to which n-grams of one length are written."""
 
     @abstractmethod
     def _best(self, order: int) -> Best:
-        """Table in which n-grams of one size are looked up; empty if there are none."""
+        """Return the table in which n-grams of one length are looked up; empty if there are none."""
 
     def next_token(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         tokens = [self._successor(row) for row in _tails(input_ids, self.n - 1)]
         known = torch.tensor([[token is not None] for token in tokens], device=input_ids.device)
         drawn = [
             int(torch.randint(self.vocab_size, (1,))) if token is None else token for token in tokens
-        ]  # only where it is needed
+        ]  # random numbers are drawn only for unknown contexts
         return torch.tensor(drawn, device=input_ids.device).view(-1, 1), known.view(-1, 1)
 
     def _successor(self, tail: Gram) -> int | None:
@@ -138,7 +140,9 @@ class _CountingStorage(INgramStorage):
     def _add(self, input_ids: Tensor, next_tokens: Tensor, weight: float) -> None:
         self._check(next_tokens)
         if next_tokens.shape[0] != input_ids.shape[0]:
-            raise ShapeError(f"{input_ids.shape[0]} texts and next tokens for {next_tokens.shape[0]}; want as many")
+            raise ShapeError(
+                f"input_ids has {input_ids.shape[0]} rows, but next_tokens has {next_tokens.shape[0]}; use as many"
+            )
         for tail, tokens in zip(_tails(input_ids, self.n - 1), next_tokens.tolist(), strict=True):
             self._count(tail, tokens, weight)
 
@@ -149,7 +153,7 @@ class _CountingStorage(INgramStorage):
                 self._count(tuple(row[max(0, place - self.n + 1) : place]), row[place : place + 1], 1)
 
     def _count(self, tail: Gram, tokens: Sequence[int], weight: float) -> None:
-        """Count tokens after every context that ends ``tail``; the best one gives way only to a higher count."""
+        """Count tokens after every suffix of ``tail`` in use. The best token is replaced only by a higher count."""
         for order in self._orders():
             if order - 1 <= len(tail):
                 counts, best = self._tables(order)
@@ -168,23 +172,23 @@ class _CountingStorage(INgramStorage):
 
     @abstractmethod
     def _followers(self, gram: Gram) -> dict[int, float]:
-        """Counts after the context of an n-gram; empty if there are none."""
+        """Return the counts after the context of an n-gram; empty if there are none."""
 
     def _check(self, ids: Tensor) -> None:
         if ids.ndim != 2:
-            raise ShapeError(f"token ids of shape {tuple(ids.shape)}; want (batch, number of tokens)")
+            raise ShapeError(f"token ids have the shape {tuple(ids.shape)}; it must be (batch, number of tokens)")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             worst = int(ids.max()) if int(ids.max()) >= self.vocab_size else int(ids.min())
             raise PromptError(
-                f"token id {worst} lies outside the storage's vocabulary, 0..{self.vocab_size - 1}; build it with "
-                "the vocab_size of the model, or the rows of its input embedding where these are more"
+                f"token id {worst} is outside the storage's vocabulary, 0..{self.vocab_size - 1}; create it with "
+                "the model's vocab_size, or with the number of rows of its input embedding if that is larger"
             )
 
 
 class OneLevelNGramStorage(_CountingStorage):
-    """N-grams of exactly n tokens: the last n - 1 are the context, and nothing shorter is tried.
+    """N-grams of exactly n tokens: the context is the last n - 1 tokens, and shorter contexts are not tried.
 
-    ``counts`` maps context -> token -> count, ``ngrams`` context -> most frequent token.
+    ``counts`` maps context -> token -> count, and ``ngrams`` maps context -> most frequent token.
     """
 
     def reset(self) -> None:
@@ -205,9 +209,9 @@ class OneLevelNGramStorage(_CountingStorage):
 
 
 class NGramStorage(_CountingStorage):
-    """N-grams of 2 to n tokens: the longest known context wins, n - 1 tokens down to one.
+    """N-grams of 2 to n tokens: the longest known context is used, from n - 1 tokens down to one.
 
-    ``counts`` maps order -> context -> token -> count, ``ngrams`` order -> context -> most frequent token.
+    ``counts`` maps order -> context -> token -> count, and ``ngrams`` maps order -> context -> most frequent token.
     """
 
     def reset(self) -> None:
@@ -228,7 +232,7 @@ class NGramStorage(_CountingStorage):
 
 
 def _tails(input_ids: Tensor, length: int) -> list[Gram]:
-    """The last tokens of every row; one transfer from the device for all of them."""
+    """Return the last tokens of every row, with one transfer from the device."""
     if input_ids.ndim != 2:
-        raise ShapeError(f"token ids of shape {tuple(input_ids.shape)}; want (batch, number of tokens)")
+        raise ShapeError(f"token ids have the shape {tuple(input_ids.shape)}; it must be (batch, number of tokens)")
     return [tuple(row) for row in input_ids[:, max(0, input_ids.shape[1] - length) :].tolist()]

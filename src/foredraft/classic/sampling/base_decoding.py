@@ -1,4 +1,4 @@
-"""Plain decoding: one token at a time, or several beams at a time."""
+"""Plain decoding: one token at a time, or beam search."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["autoregressive_generate", "beam_search_generate"]
 
 @dataclass(frozen=True)
 class Beam:
-    """One output in the making.
+    """One candidate output of a beam search.
 
     Args:
-      score: its log-probability; divided by the length penalty once it has ended.
-      tokens: generated so far.
-      parent: row of the cache that holds all of them but the last.
+      score: log-probability; divided by the length penalty once the beam has ended.
+      tokens: tokens generated so far.
+      parent: cache row with all of these tokens but the last.
     """
 
     score: float
@@ -39,20 +39,19 @@ class Beam:
 
 
 class BeamSearch:
-    """Keeps the ``num_beams`` likeliest running outputs, and as many that have ended.
+    """Beam search over the ``num_beams`` most likely running outputs, and as many that have ended.
 
-    An output ends with an end-of-sequence token or at the limit, and counts only if it is among the best
-    ``num_beams`` of its step, as in transformers. The search is over when no running output can beat the
-    best of them any more.
+    An output ends with an EOS token or at the length limit. It counts only if it is among the best ``num_beams`` of its
+    step, as in transformers. The search ends when no running output can beat the best one that has ended.
 
-    Beams are no drafts, and nothing else in foredraft searches: the engine refuses them by name.
+    The engine does not support beam search and refuses it by name, because beams are not drafts.
 
     Args:
-      reader: of the model, with a cache.
-      top_k: continuations of every beam that are looked at, at most V.
-      min_length, alpha: of the length penalty, see `penalty`.
+      reader: reader of the model, with a cache.
+      top_k: number of continuations per beam to consider, at most V.
+      min_length, alpha: parameters of the length penalty; see `penalty`.
 
-    Raises: ConfigError when ``min_length`` is not above -1.
+    Raises: ConfigError if ``min_length`` is not above -1.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class BeamSearch:
         alpha: float,
     ) -> None:
         if not min_length > -1.0:
-            raise ConfigError(f"min_length is {min_length}; it must be above -1, or the length penalty has no value")
+            raise ConfigError(f"min_length is {min_length}; it must be above -1, or the length penalty is undefined")
         self._request = request
         self._reader = reader
         self._num_beams = num_beams
@@ -79,15 +78,15 @@ class BeamSearch:
 
     @property
     def best(self) -> tuple[int, ...]:
-        """The likeliest output that has ended; empty before there is any."""
+        """The most likely output that has ended; empty if there is none."""
         return self.finished[0].tokens if self.finished else ()
 
     def penalty(self, length: int) -> float:
-        """Length penalty: the divisor of the log-probability of an output of ``length`` tokens."""
+        """Return the length penalty: the divisor of the log-probability of an output of ``length`` tokens."""
         return float(((self._min_length + length) / (self._min_length + 1.0)) ** self._alpha)
 
     def steps(self) -> Iterator[Step]:
-        """Extend all beams by one token at a time, in one forward each."""
+        """Extend all beams by one token at a time, with one forward pass per step."""
         while self.length < self._longest and self._can_improve():
             start = perf_counter()
             logits = self._read()
@@ -99,7 +98,7 @@ class BeamSearch:
             yield Step(position, 0, None, (), 0, best, False, 0.0, middle - start, perf_counter() - middle)
 
     def _read(self) -> Tensor:
-        """Logits (B, V) after the running beams."""
+        """Return logits (B, V) after the running beams."""
         prompt = self._request.prompt
         if not self.length:
             return self._reader.read(prompt)
@@ -107,7 +106,8 @@ class BeamSearch:
         return self._reader.read_beams(texts, [beam.parent for beam in self.running])
 
     def _candidates(self, logits: Tensor) -> list[Beam]:
-        """The best continuations of all beams (rows of logits (B, V)), best first; enough for all of them to end."""
+        """Return the best continuations of all beams from logits (B, V), best first, enough even if many of them
+        end."""
         table = torch.log_softmax(logits.float(), dim=-1)  # (B, V)
         if not bool(torch.isfinite(table.amax(dim=-1)).all()):
             raise NumericsError("the model returned NaN or infinite logits; try a wider dtype, or check the weights")
@@ -122,7 +122,7 @@ class BeamSearch:
         ]
 
     def _select(self, candidates: list[Beam]) -> None:
-        """Part candidates into those that go on and those that have ended."""
+        """Divide candidates into those that continue and those that have ended."""
         is_last = self.length == self._longest
         eos = self._request.eos_token_ids
         ended = [is_last or beam.tokens[-1] in eos for beam in candidates]
@@ -133,7 +133,7 @@ class BeamSearch:
         self.running = going_on[: self._num_beams]
 
     def _can_improve(self) -> bool:
-        """Whether the best running beam, at its best length, could still beat the best that has ended."""
+        """Return whether the best running beam, at its best length, could still beat the best one that has ended."""
         if not self.running or not self.finished:
             return bool(self.running)
         penalty = max(self.penalty(max(self.length, 1)), self.penalty(self._longest))
@@ -156,21 +156,21 @@ def autoregressive_generate(
 
     Args:
       inputs: token ids of one prompt.
-      model: a `transformers` causal LM, or any module that returns logits (B, T, V), or an object with ``.logits``,
-        for token ids (B, T).
-      max_gen_len: most tokens to generate; the model's context may end the output earlier.
-      logits_processor: makes probabilities of logits and draws from them.
-      eos_tokens_id: id or ids that end the output, [] or -1 for none; the one found is part of it.
-      pad_token_id: not used, as nothing is padded.
-      use_cache: keep keys and values from step to step; False reads the whole text every time.
-      debug: print every step, as ids.
+      model: a `transformers` causal LM, or any module that returns logits (B, T, V), or an object with ``.logits``, for
+        token ids (B, T).
+      max_gen_len: largest number of tokens to generate; the model's context may end the output earlier.
+      logits_processor: processor that converts logits to probabilities and samples from them.
+      eos_tokens_id: id or ids that end the output, [] or -1 for none; the EOS token is part of the output.
+      pad_token_id: ignored, because nothing is padded.
+      use_cache: True to keep keys and values from step to step; False to read the whole text every time.
+      debug: True to print every step, with token ids.
 
     Returns: the generated ids, without the prompt.
-    Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError; NumericsError and ShapeError for what
-      model or processor return.
-    Exactness: plain decoding itself; both values of ``use_cache`` give the same tokens, up to near-ties in half
-      precision.
-    Randomness: torch's global generator, by the processor's ``sample``.
+    Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError; NumericsError and ShapeError for
+      invalid output of the model or the processor.
+    Exactness: this is plain decoding. Both values of ``use_cache`` give the same tokens, up to near-ties in half
+    precision.
+    Randomness: torch's global generator, through the processor's ``sample``.
     """
     reader = reader_of(model, keeps_cache=use_cache)
     request = Request.of(inputs, reader.model, max_gen_len, eos_tokens_id)
@@ -199,22 +199,22 @@ def beam_search_generate(
     debug: bool = False,
     tokenizer: Any = None,
 ) -> list[int]:
-    """Generate the likeliest output that a beam search finds.
+    """Generate the most likely output that a beam search finds.
 
-    Source: the length penalty of Wu et al. 2016, arXiv:1609.08144: log-probabilities are divided by
-    ``((min_length + length) / (min_length + 1)) ** alpha``.
+    Source: the length penalty of Wu et al. 2016, arXiv:1609.08144: log-probabilities are divided by ``((min_length +
+    length) / (min_length + 1)) ** alpha``.
 
     Args:
-      inputs, model, max_gen_len, eos_tokens_id, pad_token_id: as for `autoregressive_generate`.
-      num_beams: outputs that are kept at once.
-      top_k: continuations of every beam that are looked at.
-      min_length, alpha: of the length penalty; ``alpha=0`` is none.
-      debug: print the beams after every step.
-      tokenizer: shows text instead of ids.
+      inputs, model, max_gen_len, eos_tokens_id, pad_token_id: see `autoregressive_generate`.
+      num_beams: number of outputs that are extended in parallel.
+      top_k: number of continuations per beam to consider.
+      min_length, alpha: parameters of the length penalty; ``alpha=0`` for none.
+      debug: True to print the beams after every step.
+      tokenizer: tokenizer for ``debug``; None prints ids.
 
-    Returns: the best output's ids, without the prompt.
-    Raises: as `autoregressive_generate`.
-    Exactness: with ``alpha=0`` and ``top_k >= 2 * num_beams`` the output of transformers' beam search.
+    Returns: the ids of the best output, without the prompt.
+    Raises: the errors of `autoregressive_generate`.
+    Exactness: with ``alpha=0`` and ``top_k >= 2 * num_beams`` the output is that of transformers' beam search.
     Randomness: none.
     """
     check_least("num_beams", num_beams, 1)

@@ -27,9 +27,10 @@ __all__ = ["max_fn", "speculative_generate"]
 
 
 def max_fn(x: Tensor) -> Tensor:
-    """norm(max(x, 0)) over the last dimension: of p - q, the distribution of the token after a rejection.
+    """Return norm(max(x, 0)) over the last dimension. For x = p - q it is the distribution of the token after a
+    rejection.
 
-    Rows without a positive entry (p equal to q, where nothing is ever rejected) become zeros, not NaN.
+    Rows without a positive entry become zeros instead of NaN. There p equals q, and nothing is ever rejected.
     """
     positive = x.clamp(min=0)
     total = positive.sum(dim=-1, keepdim=True)
@@ -57,7 +58,7 @@ def speculative_generate(
     first_target: bool = True,
     debug: bool = False,
 ) -> tuple[list[int], float]:
-    """Generate with a small model that drafts and the target that verifies whole drafts at once.
+    """Generate with a small model that drafts, and a target that verifies whole drafts at once.
 
     Source: Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. EGAG: TbK0ng/Speculative-
     Decoding, see `foredraft.methods.lengths`.
@@ -65,28 +66,29 @@ def speculative_generate(
     Args:
       inputs: token ids of one prompt.
       drafter, target: `transformers` causal LMs with one tokenizer, or any modules that return logits (B, T, V), or an
-        object with ``.logits``, for token ids (B, T); their vocabularies may be padded differently.
-      tokenizer: for ``debug`` only; None shows ids.
+        object with ``.logits``, for token ids (B, T). Their vocabularies may be padded differently.
+      tokenizer: tokenizer for ``debug``; None prints ids.
       gamma: tokens per draft.
-      use_egag: let the entropy of the drafter's distribution choose the draft length, again in every step.
-      gamma_min, gamma_max, egag_ema_beta: bounds of that length (``gamma`` if None) and weight of its past.
-      logits_processor: makes probabilities of both models' logits and draws from them.
-      max_gen_len: most tokens to generate; the target's context may end the output earlier.
-      eos_tokens_id: id or ids that end the output, [] or -1 for none; the one found is part of it.
-      pad_token_id: not used, as nothing is padded.
-      use_cache: keep keys and values from step to step; False reads the whole text every time.
-      skip_sample_adjustment: after a rejection draw from the target's distribution instead of the residual: lossy,
-        warns.
-      first_target: let the target say the first token alone, before anything is drafted.
-      debug: print every step.
+      use_egag: True to choose the draft length in every step by the entropy of the drafter's distribution.
+      gamma_min, gamma_max, egag_ema_beta: limits of that length (``gamma`` if ``gamma_max`` is None), and weight of its
+        past.
+      logits_processor: processor that converts the logits of both models to probabilities and samples from them.
+      max_gen_len: largest number of tokens to generate; the target's context may end the output earlier.
+      eos_tokens_id: id or ids that end the output, [] or -1 for none; the EOS token is part of the output.
+      pad_token_id: ignored, because nothing is padded.
+      use_cache: True to keep keys and values from step to step; False to read the whole text every time.
+      skip_sample_adjustment: True to draw from the target's distribution after a rejection instead of the residual.
+        This is lossy and gives a warning.
+      first_target: True to emit the first token without a draft.
+      debug: True to print every step.
 
-    Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
+    Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 if nothing was drafted).
     Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError, TokenizerMismatchError; NumericsError
-      and ShapeError for what models or processor return.
-    Exactness: lossless: the distribution of `autoregressive_generate` with the same processor, and its very tokens when
-      the processor is greedy. ``skip_sample_adjustment`` is not.
-    Randomness: torch's global generator: the processor's ``sample`` for drafts and final tokens, ``torch.rand`` for
-      the tests.
+      and ShapeError for invalid output of a model or the processor.
+    Exactness: lossless: the output has the distribution of `autoregressive_generate` with the same processor, and
+      equals it if the processor is greedy. With ``skip_sample_adjustment`` it is lossy.
+    Randomness: torch's global generator, through the processor's ``sample`` for drafts and final tokens, and
+      ``torch.rand`` for the acceptance tests.
     """
     check_least("gamma", gamma, 0)
     egag = None
@@ -121,15 +123,15 @@ def speculative_generate(
 
 
 class ModelProposer:
-    """Drafts with a causal language model, through the user's processor.
+    """Drafts of a causal language model, sampled by the user's processor.
 
     Args:
-      reader: of the drafter.
+      reader: reader of the drafter.
       sampler: the user's processor.
-      target: the model that gives the distributions their vocabulary and device.
-      gamma: tokens per draft, unless ``egag`` says otherwise.
-      egag: the length from the entropy of the drafter's distribution, before the processor's filter, at its
-        temperature.
+      target: target model, which determines the vocabulary and device of the distributions.
+      gamma: tokens per draft without ``egag``.
+      egag: policy that chooses the length by the entropy of the drafter's distribution, at the processor's temperature
+        and before its filter.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class ModelProposer:
         self._ema: float | None = None
 
     def propose(self, text: Sequence[int], budget: int) -> Draft:
-        """Draw tokens one by one. The last of them is never fed, so they may reach one beyond the context."""
+        """Draw tokens one by one. The last token is never fed, so it may be one beyond the drafter's context."""
         context = self._reader.model.context_length
         reach = min(budget, sys.maxsize if context is None else context - len(text) + 1)
         if reach < 1 or (self._egag is None and self._gamma < 1):
@@ -161,7 +163,7 @@ class ModelProposer:
         return Draft(tuple(tokens), tuple(draft_probs), self._sampler.draws_from_probs, entropy)
 
     def _length(self, logits: Tensor) -> tuple[float | None, int]:
-        """Normalised entropy, if it is asked for, and the length of the draft."""
+        """Return the normalised entropy, if EGAG is used, and the length of the draft."""
         if self._egag is None:
             return None, self._gamma
         entropy = normalised_entropy(torch.softmax(for_double(logits).double() / self._sampler.temperature, dim=-1))

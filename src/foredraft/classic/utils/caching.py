@@ -1,4 +1,4 @@
-"""Take tokens off the end of a `transformers` cache."""
+"""Functions that remove the last tokens from a `transformers` cache."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ AnyCache = TypeVar("AnyCache", TupleCache, Cache, None)
 
 
 def prune_cache(cache: AnyCache, num_tokens_to_discard: int) -> AnyCache:
-    """Drop the last tokens of a cache. The classic functions do without; it is for loops of your own.
+    """Remove the last tokens of a cache. The classic functions do not need it; it is for loops of the user.
 
     Args:
       cache: None, a tuple of layers (keys and values, each (batch, heads, T, head_dim)), or a `DynamicCache`.
-      num_tokens_to_discard: 0 to all of them.
+      num_tokens_to_discard: number of tokens to remove, from 0 to all.
 
-    Returns: None for None; a new tuple of views; the same `DynamicCache`, pruned in place.
-    Raises: ShapeError for a negative number or more tokens than there are; UnsupportedStateError for a cache that
-      cannot forget tokens exactly. Nothing is changed then.
-    Exactness: the cache equals one that never saw the tokens. Randomness: none.
+    Returns: None for None; a new tuple of views; the same `DynamicCache`, changed in place.
+    Raises: ShapeError for a negative number, or more tokens than the cache contains; UnsupportedStateError for a cache
+      that cannot be rolled back exactly. After an error the cache is unchanged.
+    Exactness: the cache equals one that never contained the tokens. Randomness: none.
     """
     if cache is None:
         return None
@@ -39,7 +39,7 @@ def prune_cache(cache: AnyCache, num_tokens_to_discard: int) -> AnyCache:
 
 
 def prune_tuple_cache(cache: TupleCache, num_tokens_to_discard: int) -> TupleCache:
-    """`prune_cache` for tuples. Of four tensors per layer, two of another length are an encoder's and stay whole."""
+    """Remove tokens from a tuple cache. Of four tensors per layer, two of another length are an encoder's and stay."""
     for layer in cache:
         if layer is not None:
             _check(num_tokens_to_discard, layer[0].shape[2])
@@ -54,10 +54,10 @@ def _pruned_layer(layer: LayerCache, discard: int) -> LayerCache:
 
 
 def prune_dynamic_cache(cache: Any, num_tokens_to_discard: int) -> Any:
-    """`prune_cache` for a `DynamicCache`, in place."""
+    """Remove tokens from a `DynamicCache`, in place."""
     if not isinstance(cache, DynamicCache):
         raise UnsupportedStateError(
-            f"a {type(cache).__name__} cannot be pruned; give a tuple of layers or a DynamicCache"
+            f"a {type(cache).__name__} cannot be pruned; use a tuple of layers or a DynamicCache"
         )
     layers = [layer for layer in cache.layers if layer.is_initialized]
     for index, layer in enumerate(layers):
@@ -76,10 +76,10 @@ def prune_dynamic_cache(cache: Any, num_tokens_to_discard: int) -> Any:
 def _check_layer(layer: Any, index: int) -> None:
     is_full_window = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
     if is_full_window or not isinstance(layer, DynamicLayer):
-        state = "a sliding window that has dropped tokens" if is_full_window else f"{type(layer).__name__} state"
-        raise UnsupportedStateError(f"layer {index} keeps {state}, which cannot be rolled back exactly")
+        state = "a sliding window that has dropped tokens" if is_full_window else f"a {type(layer).__name__} state"
+        raise UnsupportedStateError(f"layer {index} has {state}, which cannot be rolled back exactly")
 
 
 def _check(discard: int, length: int) -> None:
     if not 0 <= discard <= length:
-        raise ShapeError(f"cannot discard {discard} tokens of a cache that holds {length}; give 0..{length}")
+        raise ShapeError(f"cannot discard {discard} tokens of a cache with {length}; use 0..{length}")

@@ -1,4 +1,4 @@
-"""From logits to probabilities to a token: the processors of the classic interface, and the base of your own."""
+"""Conversion of logits to probabilities and tokens: the processors of the classic interface, and their base class."""
 
 from __future__ import annotations
 
@@ -27,54 +27,54 @@ Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 
 def draws_from_probs(sample: Method) -> Method:
-    """Mark a ``sample`` method whose token is a draw from exactly the probabilities that it is given.
+    """Mark a ``sample`` method that samples from exactly the probabilities that it gets.
 
-    Speculative decoding may then use the rejection rule. For any other ``sample`` (an argmax, a rule of your own)
-    drafts are compared with what it returns, which is exact whatever it does and accepts less. An override of a
-    marked method is not marked.
+    Speculative decoding may then use the rejection rule. For any other ``sample`` (an argmax, or a rule of the user),
+    drafts are compared with its result. This is exact for any rule, but accepts less. An override of a marked method is
+    not marked.
     """
     sample.draws_from_probs = True  # type: ignore[attr-defined]
     return sample
 
 
 class LogitsProcessor(ABC):
-    """Turns logits into probabilities, and probabilities into a token.
+    """Conversion of logits to probabilities, and of probabilities to a token.
 
-    Subclasses filter logits in ``_process``, which must leave its argument as it is, and choose in ``sample``. The
-    temperature divides what the filter left.
+    Subclasses filter logits in ``_process``, which must not change its argument, and choose a token in ``sample``. The
+    temperature is applied after the filter.
 
     Args:
-      temperature: above 0. Greedy decoding is `GreedyProcessor`, not a temperature of 0.
+      temperature: temperature above 0. For greedy decoding use `GreedyProcessor`.
 
     Raises: ConfigError.
     """
 
     def __init__(self, temperature: float) -> None:
         if not 0.0 < temperature < math.inf:
-            raise ConfigError(f"temperature is {temperature}; it must be above 0 (GreedyProcessor takes the argmax)")
+            raise ConfigError(f"temperature is {temperature}; it must be above 0 (use GreedyProcessor for the argmax)")
         self.temperature = temperature
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits (..., V) -> probabilities (..., V) in their dtype; the logits stay as they are."""
+        """Return probabilities (..., V) of logits (..., V), in their dtype. The logits are not changed."""
         return torch.softmax(self._process(logits) / self.temperature, dim=-1)
 
     @abstractmethod
     def _process(self, logits: Tensor) -> Tensor:
-        """Filtered logits (..., V), a new tensor wherever anything changes."""
+        """Return filtered logits (..., V), as a new tensor if anything changes."""
 
     @abstractmethod
     def sample(self, probs: Tensor) -> Tensor:
-        """Probabilities (..., V) -> token ids (..., 1)."""
+        """Return token ids (..., 1) for probabilities (..., V)."""
 
 
 class GreedyProcessor(LogitsProcessor):
-    """The most probable token; the temperature only shapes the probabilities that are shown. Randomness: none."""
+    """The most probable token. The temperature only changes the probabilities. Randomness: none."""
 
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__(temperature)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Probabilities whose argmax is that of the logits, even where a high temperature rounds them to be equal."""
+        """Return probabilities with the argmax of the logits, even if a high temperature rounds them to be equal."""
         scores = self._process(logits)
         probs = torch.softmax(scores / self.temperature, dim=-1)
         best = scores.argmax(dim=-1, keepdim=True)
@@ -90,7 +90,7 @@ class GreedyProcessor(LogitsProcessor):
 
 
 class MultinomialProcessor(LogitsProcessor):
-    """A token drawn from the whole distribution. Randomness: torch's global generator."""
+    """A sample of the whole distribution. Randomness: torch's global generator."""
 
     def _process(self, logits: Tensor) -> Tensor:
         return logits
@@ -102,10 +102,10 @@ class MultinomialProcessor(LogitsProcessor):
 
 
 class TopKProcessor(MultinomialProcessor):
-    """A token drawn from the ``top_k`` most likely ones, ties with the last of them included.
+    """A sample of the ``top_k`` most likely tokens, including ties with the last of them.
 
     Args:
-      top_k: 1 or more; more than the vocabulary keeps all.
+      top_k: number of tokens, 1 or more; a number above the vocabulary size keeps all.
     """
 
     def __init__(self, temperature: float, top_k: int) -> None:
@@ -118,12 +118,12 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """A token drawn from the smallest set of likeliest ones whose probability exceeds ``top_p``.
+    """A sample of the smallest set of most likely tokens whose probability exceeds ``top_p``.
 
-    Source: Holtzman et al. 2019, arXiv:1904.09751. The set is found before the temperature is applied.
+    Source: Holtzman et al. 2019, arXiv:1904.09751. The set is determined before the temperature is applied.
 
     Args:
-      top_p: above 0, at most 1, which keeps all.
+      top_p: probability above 0, at most 1; 1 keeps all.
     """
 
     def __init__(self, temperature: float, top_p: float) -> None:
@@ -135,10 +135,10 @@ class NucleusProcessor(MultinomialProcessor):
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
-    """Both filters: the ``top_k`` likeliest first, then the nucleus of what is left.
+    """A sample with both filters: the ``top_k`` most likely tokens, then the nucleus of these.
 
     Args:
-      top_k, top_p: as for `TopKProcessor` and `NucleusProcessor`.
+      top_k, top_p: see `TopKProcessor` and `NucleusProcessor`.
     """
 
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
@@ -152,18 +152,18 @@ class TopKNucleusProcessor(MultinomialProcessor):
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """A copy (..., V) with -inf below the k-th largest logit."""
+    """Return a copy (..., V) with -inf below the k-th largest logit."""
     least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
     return logits.masked_fill(logits < least, -torch.inf)
 
 
 def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """A copy (..., V) with -inf after the first token at which the running probability exceeds ``top_p``.
+    """Return a copy (..., V) with -inf after the first token at which the cumulative probability exceeds ``top_p``.
 
-    Probabilities (0.5, 0.3, 0.2) at 0.5 keep two tokens, at 0.4 one.
+    Probabilities (0.5, 0.3, 0.2) keep two tokens at 0.5, and one at 0.4.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)  # mass of the likelier tokens
+    before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)  # probability of all more likely tokens
     before[..., 0] = 0.0
     drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before > top_p)
     return logits.masked_fill(drop, -torch.inf)
@@ -171,5 +171,5 @@ def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 def _checked_top_p(top_p: float) -> float:
     if not 0.0 < top_p <= 1.0:
-        raise ConfigError(f"top_p is {top_p}; it must lie above 0 and not above 1")
+        raise ConfigError(f"top_p is {top_p}; it must be above 0 and at most 1")
     return top_p

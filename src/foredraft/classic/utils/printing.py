@@ -1,4 +1,4 @@
-"""The debug display: prints what every step drafted, accepted and sampled, where ``debug=True`` asks for it."""
+"""Debug output: what every step drafted, accepted and sampled, printed with ``debug=True``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def show(step: Step, output: Sequence[int], tokenizer: Any = None, title: str = 
 def printer(
     prompt: Sequence[int], tokenizer: Any = None, title: str = "Speculative Step"
 ) -> Callable[[Step, list[int]], None]:
-    """Shows every step of one call: called with the step and the whole text after it."""
+    """Return a function that prints every step of one call, from the step and the whole text after it."""
     return lambda step, text: show(step, text[len(prompt) :], tokenizer, title)
 
 
 def describe(step: Step, output: Sequence[int], tokenizer: Any = None, title: str = "Speculative Step") -> str:
-    """A step as text: position, gamma, every draft with q and its verdict, and the final sample.
+    """Return a step as text: position, gamma, every draft with q and its outcome, and the final sample.
 
-    Places are counted from 1, so that a draft after 10 tokens starts at [11].
+    Positions are counted from 1, so a draft after 10 tokens starts at [11].
 
     Args:
-      output: everything generated so far.
-      tokenizer: anything with ``decode``; None shows ids.
+      output: all tokens generated so far.
+      tokenizer: object with ``decode``; None shows ids.
     """
     entropy = "" if step.normalised_entropy is None else f", Entropy: {step.normalised_entropy:.3f}"
     lines = [
@@ -65,20 +65,20 @@ def speculative_step(
     r: Tensor | None = None,
     skip_sample_adjustment: bool = False,
 ) -> Step:
-    """Print a step of a loop of your own, from its tensors.
+    """Print a step of a user's own loop from its tensors.
 
     Args:
-      tokenizer: None shows ids.
-      generated: (1, T) with the drafts from ``current_position`` on.
-      input_ids: (1, T) with the accepted drafts there, and the final sample after them.
+      tokenizer: object with ``decode``; None shows ids.
+      generated: (1, T), tokens with the drafts from ``current_position`` on.
+      input_ids: (1, T), tokens with the accepted drafts from ``current_position`` on, and the final sample after them.
       n: number of accepted drafts.
-      prompt_len, current_position, corrected_gamma: where the output and the drafts start, and how many there are.
+      prompt_len, current_position, corrected_gamma: start of the output, start of the drafts, and number of drafts.
       q, p: probabilities of the drafter and the target (1, drafts or more, V) at the drafts; None leaves them out.
-      r: random numbers of the tests, (drafts,) or more; None says that tokens were compared.
-      skip_sample_adjustment: the final sample after a rejection is the target's own.
+      r: random numbers of the acceptance tests, (drafts,) or more; None if tokens were compared.
+      skip_sample_adjustment: True if the final sample after a rejection is from the target's distribution.
 
-    Returns: the step, with what `last_trace` shows of a call: `DraftedToken.ratio` is p/q.
-    Raises: ShapeError for tensors of fewer places than drafts.
+    Returns: the step, with the same content as a step of `last_trace`; `DraftedToken.ratio` is p/q.
+    Raises: ShapeError for tensors with fewer positions than drafts.
     """
     tokens = generated[0, current_position : current_position + corrected_gamma].tolist()
     draft_probs, target_probs = _at(tokens, "q", q), _at(tokens, "p", p)
@@ -104,12 +104,12 @@ def speculative_step(
 
 
 def _at(tokens: Sequence[int], name: str, probs: Tensor | None) -> Sequence[float | None]:
-    """The probability of every token in a tensor (1, drafts or more, V)."""
+    """Return the probability of every token in a tensor (1, drafts or more, V)."""
     if probs is None:
         return [None] * len(tokens)
     if probs.ndim != 3 or probs.shape[1] < len(tokens):
         raise ShapeError(
-            f"{name} has shape {tuple(probs.shape)} for {len(tokens)} drafts; give (1, drafts, V), a row per draft"
+            f"{name} has shape {tuple(probs.shape)} for {len(tokens)} drafts; use (1, drafts, V), one row per draft"
         )
     return [float(probs[0, i, token]) for i, token in enumerate(tokens)]
 
@@ -120,7 +120,7 @@ def beam_search_step(
     finished: Sequence[tuple[float, Sequence[int]]],
     tokenizer: Any = None,
 ) -> None:
-    """Print the beams: score and tokens of those that go on and of those that have ended."""
+    """Print the beams: score and tokens of those that continue and of those that have ended."""
     lines = [
         f"  ({score:.3f}) {_text(tokens, tokenizer)}{end}"
         for beams, end in ((running, ""), (finished, " (finished)"))
@@ -135,7 +135,7 @@ def _drafted(draft: DraftedToken, tokenizer: Any) -> str:
 
 
 def _verdict(draft: DraftedToken) -> str:
-    """A sign, and for a rejection the test that was made: r against p/q, or a comparison with the target's token."""
+    """Return a sign, and for a rejection the test: r against p/q, or a comparison with the target's token."""
     if draft.accepted is None:
         return "- (not reached)"
     if draft.accepted:
@@ -154,5 +154,5 @@ def _text(tokens: Sequence[int], tokenizer: Any) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """Every character that ends a line as it is written in a string: \\n."""
+    """Replace every character that ends a line by its escape sequence, such as \\n."""
     return "".join(repr(char)[1:-1] if char.splitlines() == [""] else char for char in text)
