@@ -130,7 +130,7 @@ def test_prompts_are_read_from_files_as_people_have_them(tmp_path: Path) -> None
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
-        ('{"question_id": 1}', "line 2 holds no prompt"),
+        ('{"question_id": 1}', "line 2 contains no prompt"),
         ("7", "line 2"),
         ('{"category": "a", "turns": []}', "line 2"),
         ('{"turns": [1]}', "line 2"),

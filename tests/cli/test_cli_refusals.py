@@ -45,7 +45,7 @@ def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatc
         (["generate", "", *TINY], "prompt 0 is empty: '' says nothing to go on with; give some text"),
         (["generate", "a", " \n", *TINY], r"prompt 1 is empty: ' \n' says nothing"),
         (["generate", "a\udc80", *TINY], "prompt 0 is not valid Unicode"),
-        (["generate", "--prompts-file", "FILE", *TINY], "FILE, line 1 holds True; token ids are whole numbers"),
+        (["generate", "--prompts-file", "FILE", *TINY], "FILE, line 1 contains True; token ids are whole numbers"),
         (["generate", "a", "--prompts-file", "/no/file", *TINY], "'/no/file' cannot be read: No such file"),
         (["generate", "a", "--execution", "fast", *TINY], "execution='fast' is unknown"),
         (["generate", "a", "--exactness", "bits", *TINY], "exactness is 'bits'"),
@@ -69,7 +69,10 @@ def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatc
         (["generate", "a", "--no-such-option"], "--no-such-option"),
         (["generate", "a", "--chat", "--raw", *TINY], "leave one out"),
         (["generate", "a", "--out", "OUT", "--json", "--trace", "OUT", *TINY], "--json, --trace: not with --out"),
-        (["generate", "a", "--out", "OUT", "--replicas", "1", "--ray-address", "ray://head:10001", *TINY], "of Ray's"),
+        (
+            ["generate", "a", "--out", "OUT", "--replicas", "1", "--ray-address", "ray://head:10001", *TINY],
+            "Ray Client",
+        ),
         (["quantize", "zoo:tiny", "FOLDER"], "FOLDER already exists and is not empty; name a new folder"),
         (["quantize", "zoo:tiny", "FILE/new"], "FILE/new cannot be created: FILE is a file; choose another place"),
         (["trajectory", "", *TINY], "prompt 0 is empty"),
@@ -161,7 +164,7 @@ def test_a_file_with_anything_but_token_ids_is_refused_by_its_line(wrong: str, t
     file.write_text(IDS % "2" + "\n" + IDS % wrong)
     result = run("generate", "--prompts-file", str(file), *TINY)
     assert result.exit_code == 2
-    assert f"line 2 holds {json.loads(wrong)!r}; token ids are whole numbers, 0 or more" in result.stderr
+    assert f"line 2 contains {json.loads(wrong)!r}; token ids are whole numbers, 0 or more" in result.stderr
 
 
 def test_an_empty_prompt_may_be_given_as_it_is() -> None:

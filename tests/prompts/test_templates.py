@@ -123,7 +123,7 @@ def test_whatever_a_template_raises_is_a_refusal(own: PreTrainedTokenizerBase, t
     if not FAILING[template]:
         assert chat_text(tokenizer, [USER])
         return
-    with pytest.raises(PromptError, match="chat template of the model does not take these messages") as caught:
+    with pytest.raises(PromptError, match="chat template of the model does not accept these messages") as caught:
         chat_text(tokenizer, [USER])
     assert FAILING[template] in str(caught.value)
     assert len(str(caught.value)) < 1200
@@ -243,5 +243,5 @@ def test_deep_messages_are_refused(own: PreTrainedTokenizerBase) -> None:
 
 @pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding"])
 def test_options_of_tokens_have_no_meaning(own: PreTrainedTokenizerBase, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"chat takes no '{name}'"):
+    with pytest.raises(ConfigError, match=f"chat does not support '{name}'"):
         chat_text(own, [USER], **{name: True})

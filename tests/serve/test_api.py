@@ -205,7 +205,7 @@ def test_models_and_versions(running_server: Running) -> None:
     assert len(prints) == 1
     unknown = running_server.post("/v1/completions", model="gpt", prompt="a")
     assert unknown.status_code == 404
-    assert "does not exist; served are tiny" in unknown.json()["error"]["message"]
+    assert "does not exist; the served models are tiny" in unknown.json()["error"]["message"]
 
 
 def test_partial_characters_and_stop_strings_are_held_back(running_server: Running) -> None:

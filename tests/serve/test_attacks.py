@@ -144,7 +144,7 @@ def test_a_body_with_two_ends_is_refused_and_nothing_behind_it_read(running_serv
         client.sendall(sent + b"\r\n\r\n0\r\n\r\n" + posted(SHORT))
         found = answers(client)
     assert found.startswith(b"HTTP/1.1 400 ")
-    assert b"send one of them" in found
+    assert b"send only one of them" in found
     assert found.count(b"HTTP/1.1") == 1
     check_nothing_is_left(running_server)
 

@@ -173,7 +173,7 @@ def test_slashes_at_the_end_mean_nothing(running_server: Running, method: str, p
         found = b"".join(iter(lambda: client.recv(65536), b""))
     assert int(found.split(b" ")[1]) == status
     if status == 404:
-        assert b"served are /v1/chat/completions, /v1/completions, /v1/responses" in found
+        assert b"the endpoints are /v1/chat/completions, /v1/completions, /v1/responses" in found
 
 
 def test_a_slash_opens_no_guarded_path(running_server: Running) -> None:

@@ -43,7 +43,7 @@ def test_where_there_is_no_default_limit_the_reason_is_told(
     monkeypatch.setattr(served_module, "available_on", lambda _: None)
     with caplog.at_level(logging.INFO, logger="foredraft"):
         assert with_kv_limit({}, 1).get("max_kv_bytes") is None
-    assert "keys and values: no limit, since the device does not tell" in caplog.text
+    assert "keys and values: no limit, because the device does not report" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,13 @@ def test_an_error_in_a_stream_is_two_events(running_server: Running) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("previous_response_id", "resp_1", "keeps no answers"),
-        ("background", True, "answers come with their request"),
-        ("tools", [{"type": "web_search"}], "runs no tools of its own"),
-        ("n", 2, "one text"),
+        ("previous_response_id", "resp_1", "stores no responses"),
+        ("background", True, "runs no background jobs"),
+        ("tools", [{"type": "web_search"}], "runs no built-in tools"),
+        ("n", 2, "one sample"),
         ("messages", [], "use input"),
         ("max_tokens", 3, "max_output_tokens"),
-        ("truncation", "auto", "shorten the input"),
+        ("truncation", "auto", "shorten it"),
         ("input", [{"type": "web_search_call", "id": "a"}], "input[0].type"),
         ("input", [{"type": "function_call_output", "output": "a"}], "input[0].call_id"),
         ("input", [{"type": "function_call", "call_id": "a", "name": "f"}], "input[0].arguments"),

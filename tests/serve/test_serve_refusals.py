@@ -46,13 +46,13 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "kind": ("/v1/completions", {"prompt": "a", "max_tokens": "ten"}, 400, "max_tokens is 'ten'"),
     "many samples": ("/v1/completions", {"prompt": "a", "n": 1000}, 400, "n is 1000"),
     "many prompts": ("/v1/completions", {"prompt": ["a"] * 2000}, 400, "2000 prompts"),
-    "many texts": ("/v1/completions", {"prompt": ["a"] * 100, "n": 64}, 400, "6400 texts"),
+    "many texts": ("/v1/completions", {"prompt": ["a"] * 100, "n": 64}, 400, "6400 completions"),
     "many logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 50}, 400, "logprobs is 50"),
     "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
     "beams": ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of is not supported"),
     "usage of no stream": ("/v1/completions", {"prompt": "a", "stream_options": {}, "stream": 1}, 400, "stream is 1"),
     "granularity": ("/v1/completions", {"prompt": "a", "stream_granularity": "word"}, 400, "token or step"),
-    "drafter": ("/v1/completions", {"prompt": "a", "speculative": "eagle3"}, 400, "holds no drafter"),
+    "drafter": ("/v1/completions", {"prompt": "a", "speculative": "eagle3"}, 400, "has no drafting method"),
     "timeout": ("/v1/completions", {"prompt": "a", "timeout": 0}, 400, "timeout is 0"),
     "model": ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "does not exist"),
     "no messages": ("/v1/chat/completions", {}, 400, "messages is null"),
@@ -164,7 +164,7 @@ def test_unknown_fields_are_named_or_refused(running_server: Running) -> None:
     refused = strict.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert "unknown fields: temprature" in refused.json()["error"]["message"]
-    for name, said in (("temprature", "did you mean temperature?"), ("xyzzy", "unknown fields: xyzzy")):
+    for name, said in (("temprature", "did you mean temperature?"), ("xyzzy", "unknown fields: xyzzy; leave them out")):
         message = strict.post("/v1/completions", json={"prompt": "a", name: 1}).json()["error"]["message"]
         assert message.endswith(said)
 
@@ -228,7 +228,7 @@ def test_lists_that_slow_every_token_have_a_limit(running_server: Running, name:
     found = running_server.post("/v1/completions", prompt="a", max_tokens=1, **{name: [*entries, entries[0]]})
     assert found.status_code == 400
     assert found.json()["error"]["param"] == name
-    assert f"may have {most}" in found.json()["error"]["message"]
+    assert f"the limit is {most}" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["prompt", "prediction"])
@@ -349,11 +349,11 @@ ELSEWHERE: dict[str, tuple[Any, str]] = {
     "stop_sequences": (["a"], "use stop"),
     "n_predict": (5, "use max_tokens"),
     "repeat_penalty": (1.1, "use repetition_penalty"),
-    "options": ({"temperature": 0}, "beside the prompt"),
+    "options": ({"temperature": 0}, "top level of the request"),
     "system": ("Be brief.", "messages"),
-    "images": (["aGk="], "prompts and answers are text"),
+    "images": (["aGk="], "prompts and responses are text"),
     "lora": ([{"id": 0}], "merge the adapter"),
-    "guidance_scale": (3, "second prompt"),
+    "guidance_scale": (3, "classifier-free guidance"),
 }
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},

@@ -197,14 +197,14 @@ def test_calls_of_an_answer_go_back(server: Running) -> None:
     [
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "none of the tools"),
-        ({"tools": []}, "without tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "not among the tools"),
+        ({"tools": []}, "there are no tools"),
         ({"structured_outputs": {"regex": "a"}}, "leave one of them out"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "1 to 256 characters"),
         ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "surrogate"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "a JSON schema"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]}, "'object'"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": 1}}}]}, "can be forced"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": 1}}}]}, "cannot be forced"),
         ({"tools": TOOLS * 2000}, "characters"),
     ],
 )
@@ -228,7 +228,7 @@ def test_another_format_is_refused_by_name(llm: LLM, template: str) -> None:
     assert read_chat(body, made, settings)[0].unknown == ()
     assert read_chat(body | {"tools": STRICT}, made, settings)[0].unknown == ("tools.function.strict",)
     for choice in ("required", NAMED):
-        with pytest.raises(ApiError, match="has another"):
+        with pytest.raises(ApiError, match="uses another format"):
             read_chat(body | {"tool_choice": choice}, made, settings)
 
 
@@ -713,7 +713,7 @@ def test_without_parallel_calls_the_first_tool_alone_is_told(server: Running) ->
     [
         ({"function_call": {"name": "mul"}}, "of one of the functions"),
         ({"function_call": "required"}, "of one of the functions"),
-        ({"functions": None, "function_call": OF_NAME}, "without functions"),
+        ({"functions": None, "function_call": OF_NAME}, "there are no functions"),
         ({"functions": [{"type": "function"}]}, "functions[0]"),
         ({"functions": "add"}, "a list of"),
         ({"tools": [{"type": "function", "function": PLUS}]}, "functions and tools"),

@@ -64,7 +64,7 @@ def test_every_kind_of_result_has_its_headline(traced: Path) -> None:
     assert "tiny, float32, on a CPU, 2 threads" in found
     assert '<p class="headline">ngram runs at 1.40 of plain decoding&#x27;s speed</p>' in found
     assert "intervals: &lt;suffix&gt; 1.50, one prompt; ngram 1.40 (1.20-1.70)" in found
-    assert "medusa differs from plain decoding where equality is promised" in found
+    assert "medusa differs from plain decoding, although identical output is guaranteed" in found
     assert '<p class="headline">it is lossless</p>' in found
     num_steps = sum(len(record["steps"]) for record in read(traced))
     assert re.search(rf"\d+ tokens in {num_steps} steps, \d+ of \d+ drafted tokens accepted; proposed by: ", found)
@@ -139,23 +139,23 @@ TRACE = """{"prompt": %s, "steps": [{"sources": ["target"], "texts": %s, "reject
     [
         (None, "cannot be read"),
         ("{", "is not JSON or JSONL"),
-        ("[]", "holds no result"),
-        ('{"a": 1}\n', "holds no result"),
-        ('{"result": "conditions", "provenance": {}}\n', "holds no result"),
-        ('{"steps": 3}', "a result lacks what it should contain (KeyError"),
-        ('{"rows": [{}]}', "a result lacks"),
+        ("[]", "contains no result"),
+        ('{"a": 1}\n', "contains no result"),
+        ('{"result": "conditions", "provenance": {}}\n', "contains no result"),
+        ('{"steps": 3}', "a result is missing a key or has an invalid value (KeyError"),
+        ('{"rows": [{}]}', "a result is missing a key or has an invalid value"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"steps":' * 100_000, "is nested too deeply"),
-        ('{"result": [1]}', "holds no result"),
+        ('{"result": [1]}', "contains no result"),
         ('{"a": 1}\n{"b": \n{"c": 1}\n', "is not JSON or JSONL: line 2: Expecting value"),
         ('{"sentence": 3}', "3 is not text"),
         (SPEEDS % ("7", "1"), "7 is not text"),
-        (SPEEDS % ('"a"', "NaN"), "a result lacks"),
-        (SPEEDS % ('"a"', "1e999"), "a result lacks"),
+        (SPEEDS % ('"a"', "NaN"), "a result is missing a key or has an invalid value"),
+        (SPEEDS % ('"a"', "1e999"), "a result is missing a key or has an invalid value"),
         (SPEEDS % ('"a"', "1" + "0" * 400), "too large"),
-        (SPEEDS % ('"a"', '"x"'), "a result lacks"),
+        (SPEEDS % ('"a"', '"x"'), "a result is missing a key or has an invalid value"),
         (TRACE % ('"a"', "[7]"), "7 is not text"),
-        (TRACE % ("null", "[]"), "a result lacks"),
+        (TRACE % ("null", "[]"), "a result is missing a key or has an invalid value"),
     ],
 )
 def test_files_that_are_no_results_are_refused(tmp_path: Path, content: str | None, said: str) -> None:
@@ -175,7 +175,7 @@ def test_a_line_that_was_cut_off_does_not_lose_the_others(traced: Path, tmp_path
     result = CliRunner().invoke(app, ["report", str(tmp_path / "cut.jsonl")])
     assert result.exit_code == 0, result.stderr
     assert "line 2 of" in result.stderr
-    assert "is cut off, and left out" in result.stderr
+    assert "is incomplete and is left out" in result.stderr
     found = (tmp_path / "cut.html").read_text()
     assert found.count('"prompt":') == 1
 

@@ -1,4 +1,4 @@
-"""Files of prompts, as every verb and training reads them: JSON lines, or a text per line."""
+"""Prompt files for every command and for training: JSON lines, or one prompt per line of text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A line of a file.
+    """A prompt from one line of a file.
 
     Args:
-      place: file and number of the line, for messages.
-      number: of the line, from 1.
-      text: of the prompt; empty where it is given as token ids.
-      keys: all that the line has, ``category`` or ``answer`` for instance.
+      place: file name and line number, for messages.
+      number: line number, from 1.
+      text: text of the prompt; empty if it is given as token ids.
+      token_ids: token ids of the prompt; None if it is given as text.
+      keys: all keys of the line, such as ``category`` or ``answer``.
     """
 
     place: str
@@ -37,20 +38,22 @@ class PromptLine:
 
     @property
     def category(self) -> str:
-        """Kind of the prompt; "prompt" where the line names none."""
+        """Category of the prompt; "prompt" if the line has none."""
         return str(self.keys.get("category", "prompt"))
 
     @property
     def given(self) -> Any:
-        """The prompt as `LLM.generate` takes it."""
+        """The prompt in the form of `LLM.generate`."""
         return self.text if self.token_ids is None else {"prompt_token_ids": list(self.token_ids)}
 
 
 def read_prompts_file(file: str | os.PathLike[str]) -> list[PromptLine]:
-    """Prompts of a JSONL file (``turns``, ``prompt``, ``text`` or ``prompt_token_ids``), or one per line of a .txt.
+    """Read the prompts of a JSONL file (keys ``turns``, ``prompt``, ``text`` or ``prompt_token_ids``), or one prompt
+    per line of a .txt file.
 
-    Of several turns the first is taken. "-" is JSONL on standard input; a name that ends in .xz is decompressed. Files
-    are UTF-8, with or without a byte order mark, and only line ends end a line: U+2028, U+0085 and form feeds are text.
+    If a line has several turns, the first is the prompt. The name "-" reads JSONL from standard input, and a file whose
+    name ends in .xz is decompressed. Files are UTF-8, with or without a byte order mark. Only line feeds and carriage
+    returns end a line; U+2028, U+0085 and form feeds are text.
 
     Raises: PromptError.
     """
@@ -62,12 +65,12 @@ def read_prompts_file(file: str | os.PathLike[str]) -> list[PromptLine]:
     except UnicodeDecodeError as error:
         raise PromptError(
             f"{called} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x} ({error.reason}), so it "
-            "cannot be read; convert it, with iconv for instance"
+            "cannot be read; convert it, for instance with iconv"
         ) from None
     except (OSError, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PromptError(f"{called} cannot be read: {reason}; check the path, or copy it again") from None
-    # str.splitlines ends lines at a dozen characters, a text stream at line ends alone
+    # str.splitlines also splits at form feeds, U+2028 and others; a text stream splits at line ends only
     lines = [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
     written = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if path.suffix == ".txt":
@@ -90,7 +93,7 @@ def _from_json(line: str, place: str, number: int) -> PromptLine:
         if isinstance(entry.get("prompt_token_ids"), list):
             ids = tuple(_token_id(token, place) for token in entry["prompt_token_ids"])
             return PromptLine(place, number, "", ids, entry)
-    raise PromptError(f"{place} holds no prompt; give turns (a list of text), prompt, text or prompt_token_ids")
+    raise PromptError(f"{place} contains no prompt; give turns (a list of texts), prompt, text or prompt_token_ids")
 
 
 def _token_id(token: Any, place: str) -> int:
@@ -99,5 +102,5 @@ def _token_id(token: Any, place: str) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise PromptError(f"{place} holds {token!r}; token ids are whole numbers, 0 or more")
+        raise PromptError(f"{place} contains {token!r}; token ids are whole numbers, 0 or more")
     return number

@@ -1,4 +1,4 @@
-"""Prompts and parameters as a user gives them, turned into token ids and one set of parameters each."""
+"""Conversion of a user's prompts and sampling parameters to token ids and one set of parameters per prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foredraft.errors import ConfigError, ForedraftError, PromptError, described
 from foredraft.prompts.templates import TemplateFailure, rendered_chat
 from foredraft.sampling.noise import mix
 
-_SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
+_SEED_BITS = 53  # size of random seeds; a float, and so every JSON parser, represents them exactly
 
 PromptLike: TypeAlias = str | Mapping[str, Any] | Iterable[int]
 Prompts: TypeAlias = PromptLike | Iterable[PromptLike]
@@ -23,7 +23,14 @@ Prompts: TypeAlias = PromptLike | Iterable[PromptLike]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its ids, its text where it was given as text, what its samples have said already, and its salt."""
+    """One prompt.
+
+    Args:
+      token_ids: token ids of the prompt, at least one.
+      text: text of the prompt; None if it was given as token ids.
+      output_ids: output so far of each sample, which generation continues; empty for a new request.
+      cache_salt: salt of the prefix cache; None for no salt.
+    """
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -32,19 +39,19 @@ class Prompt:
 
 
 def read_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
-    """One prompt or several, as text, token ids, or mappings.
+    """Read one prompt or several, given as text, token ids, or mappings.
 
-    Mappings have ``prompt`` or ``prompt_token_ids``, and perhaps ``output_ids`` and ``cache_salt``.
+    A mapping contains ``prompt`` or ``prompt_token_ids``, and optionally ``output_ids`` and ``cache_salt``.
 
-    Raises: PromptError, naming the prompt by its place.
+    Raises: PromptError with the index of the prompt.
     """
     return [read_prompt(prompt, tokenizer, place) for place, prompt in enumerate(_separate(prompts))]
 
 
 def _separate(prompts: Prompts) -> list[Any]:
-    """Every prompt of a call. A flat list of numbers is one prompt of token ids.
+    """Return the prompts of a call as a list. A flat list of numbers is a single prompt of token ids.
 
-    An iterator is read once, into a list: whoever looks at its first item takes it away.
+    An iterator is converted to a list first, because inspecting its first item consumes it.
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -57,7 +64,15 @@ def _separate(prompts: Prompts) -> list[Any]:
 
 
 def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: int = 0) -> Prompt:
-    """One prompt as token ids."""
+    """Read one prompt.
+
+    Args:
+      prompt: text, token ids or a mapping.
+      tokenizer: tokenizer of the model; None if it has none.
+      place: index of the prompt, for messages.
+
+    Raises: PromptError.
+    """
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "output_ids", "cache_salt"}
         if unknown or not prompt:
@@ -68,7 +83,9 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
             return replace(begun, output_ids=_output_ids(said, place))
         if (salt := prompt.get("cache_salt")) is not None:
             if not isinstance(salt, str) or not salt:
-                raise PromptError(f"prompt {place} has the cache_salt {salt!r}; give a text, or leave it out")
+                raise PromptError(
+                    f"prompt {place} has the cache_salt {salt!r}; give a non-empty string, or leave it out"
+                )
             rest = {key: prompt[key] for key in prompt if key != "cache_salt"}
             return replace(read_prompt(rest, tokenizer, place), cache_salt=salt)
         text = prompt.get("prompt")
@@ -80,8 +97,8 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
         return Prompt(_ids(prompt, place))
     if tokenizer is None:
         raise PromptError(
-            f"prompt {place} is text, but this model has no tokenizer; put its files beside the weights, pass "
-            "tokenizer=... to LLM, or give prompt_token_ids (on the command line in --prompts-file)"
+            f"prompt {place} is text, but this model has no tokenizer; put the tokenizer files beside the weights, "
+            "pass tokenizer=... to LLM, or give prompt_token_ids (on the command line in --prompts-file)"
         )
     check_unicode(prompt, f"prompt {place}")
     ids = tokenizer(prompt, verbose=False)["input_ids"]
@@ -91,9 +108,9 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **template_options: Any) -> dict[str, Any]:
-    """One conversation through the chat template, as text and as token ids.
+    """Render one conversation with the chat template, and return its text and token ids as a prompt mapping.
 
-    Raises: ConfigError when there is no template.
+    Raises: ConfigError if the model has no chat template, or another error of `chat_text`.
     """
     text = chat_text(tokenizer, messages, **template_options)
     assert tokenizer is not None
@@ -101,18 +118,18 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **template_options: Any) -> str:
-    """One conversation through the chat template.
+    """Render one conversation with the chat template.
 
     Args:
-      messages: a conversation, or text as the one message of a user.
-      template_options: variables of the template and arguments of ``apply_chat_template``; also in a mapping
-        ``chat_template_kwargs``, as in vLLM.
+      messages: conversation, or text as the only message of a user.
+      template_options: template variables and arguments of ``apply_chat_template``; they may also be given in the
+        mapping ``chat_template_kwargs``, as in vLLM.
 
-    Raises: ConfigError when there is no template, or one that is not Jinja; PromptError for messages that it does not
-      take, as a system message in templates that know none, and for whatever else goes wrong in it.
+    Raises: ConfigError if the model has no template or the template is not valid Jinja; PromptError if the template
+      rejects the messages (for example a system message), or rendering fails for any other reason.
     """
     if tokenizer is None or not tokenizer.chat_template:
-        lacks = "tokenizer, and so no chat template" if tokenizer is None else "chat template"
+        lacks = "tokenizer, and therefore no chat template" if tokenizer is None else "chat template"
         raise ConfigError(
             f"this model has no {lacks}; give plain prompts (foredraft generate), or put a tokenizer with a "
             "chat_template.jinja beside the weights"
@@ -121,24 +138,28 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
         messages = [{"role": "user", "content": messages}]
     inside = template_options.pop("chat_template_kwargs", None) or {}
     if not isinstance(inside, Mapping) or inside.keys() & template_options.keys():
-        raise ConfigError(f"chat_template_kwargs is {inside!r}; give a mapping of options that are not given beside it")
+        raise ConfigError(
+            f"chat_template_kwargs is {inside!r}; give a mapping of options that are not also given directly"
+        )
     options = {"add_generation_prompt": True, **template_options, **inside}
     messages = list(messages) if has_items(messages) else messages
     try:
-        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:  # has no template
+        # tokenizers that override apply_chat_template do not use a Jinja template
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
         return rendered_chat(tokenizer, messages, options)
     except TemplateFailure as error:
         if error.is_unreadable:
             raise ConfigError(
-                f"the chat template of the model cannot be read ({error}); mend chat_template.jinja beside the "
+                f"the chat template of the model cannot be read ({error}); correct chat_template.jinja beside the "
                 "weights, or give plain prompts (on the command line --raw)"
             ) from None
-        raise PromptError(f"the chat template of the model does not take these messages: {error}") from None
+        raise PromptError(f"the chat template of the model does not accept these messages: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, ForedraftError):
             raise
-        raise PromptError(f"the chat template of the model does not take these messages: {described(error)}") from error
+        message = f"the chat template of the model does not accept these messages: {described(error)}"
+        raise PromptError(message) from error
     except RecursionError as error:
         raise PromptError("the messages or tools are nested too deeply; make them flatter") from error
 
@@ -146,12 +167,12 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
 def _ids(value: Any, place: int) -> tuple[int, ...]:
     ids = _any_ids(value, place)
     if not ids:
-        raise PromptError(f"prompt {place} is empty: it has no token ids; give at least one (the BOS token, perhaps)")
+        raise PromptError(f"prompt {place} is empty: it has no token ids; give at least one, such as the BOS token")
     return ids
 
 
 def _any_ids(value: Any, place: int) -> tuple[int, ...]:
-    """Token ids of a list, an iterator or the like, which may be empty."""
+    """Token ids of a list or another iterable, which may be empty."""
     if not has_items(value):
         raise PromptError(f"prompt {place} is {type(value).__name__}; give text or a list of token ids")
     items = list(value)
@@ -159,15 +180,15 @@ def _any_ids(value: Any, place: int) -> tuple[int, ...]:
         return tuple(ints_of(items))
     except TypeError:
         wrong = next(token for token in items if not _is_index(token))
-        raise PromptError(f"prompt {place} holds {wrong!r}; token ids are whole numbers") from None
+        raise PromptError(f"prompt {place} contains {wrong!r}; token ids are whole numbers") from None
 
 
 def _output_ids(value: Any, place: int) -> tuple[tuple[int, ...], ...]:
-    """Output so far of every sample of a prompt; a flat list of numbers is that of one sample."""
+    """Output so far of every sample of a prompt. A flat list of numbers is the output of a single sample."""
     if not has_items(value):
         raise PromptError(
-            f"prompt {place} has the output_ids {value!r}; give the token ids of its output so far, or a list of them "
-            "for each of its n samples"
+            f"prompt {place} has the output_ids {value!r}; give the token ids of the output so far, or one such list "
+            "for each of the n samples"
         )
     items = list(value)
     return tuple(_any_ids(ids, place) for ids in (items if items and has_items(items[0]) else [items]))
@@ -182,9 +203,10 @@ def _is_index(value: Any) -> bool:
 
 
 def conversations_of(messages: Any) -> list[Any]:
-    """Every conversation of a call: text, that of a flat list of messages, or several. Iterators are read once.
+    """Return the conversations of a call as a list. The call may contain text, one list of messages, or several
+    conversations; iterators are converted to lists.
 
-    Raises: PromptError for a value that holds no messages.
+    Raises: PromptError for a value that contains no messages.
     """
     if isinstance(messages, str):
         return [messages]
@@ -203,12 +225,14 @@ def read_params(
     tokenizer: PreTrainedTokenizerBase | None,
     defaults: Mapping[str, Any] | None = None,
 ) -> list[SamplingParams]:
-    """Parameters for every prompt, with ``bad_words`` and ``prediction`` as token ids.
+    """Return the sampling parameters of every prompt, with ``bad_words`` and ``prediction`` as token ids.
 
     Args:
-      defaults: parameters of the model, in place of those that are not set.
+      params: parameters for all prompts, or one set for each.
+      defaults: the model's parameters, used where the user sets none.
 
-    Raises: ConfigError when there are not as many as prompts, or when text is needed and there is no tokenizer.
+    Raises: ConfigError if the number of parameters differs from that of the prompts, or if text has to be tokenized and
+      the model has no tokenizer.
     """
     if params is None or isinstance(params, (SamplingParams, Mapping)):
         return [resolved(_read_one(params).filled(defaults or {}), tokenizer)] * num_prompts
@@ -216,7 +240,9 @@ def read_params(
         raise ConfigError(f"sampling_params is {params!r}; give SamplingParams, a mapping of its fields, or a list")
     listed = list(params)
     if len(listed) != num_prompts:
-        raise ConfigError(f"{len(listed)} sampling parameters for {num_prompts} prompts; give one, or one for each")
+        raise ConfigError(
+            f"{len(listed)} sampling parameters for {num_prompts} prompts; give one set for all, or one per prompt"
+        )
     return [resolved(_read_one(item).filled(defaults or {}), tokenizer) for item in listed]
 
 
@@ -227,16 +253,21 @@ def _read_one(params: Any) -> SamplingParams:
         return SamplingParams()
     if not isinstance(params, Mapping):
         raise ConfigError(
-            f"sampling_params holds {type(params).__name__}; every entry must be SamplingParams or a mapping of its "
+            f"sampling_params contains {type(params).__name__}; every entry must be SamplingParams or a mapping of its "
             "fields"
         )
     return SamplingParams.from_dict(params)
 
 
 def seeded(params: SamplingParams, seed: int | None, number: int) -> SamplingParams:
-    """The parameters of request ``number`` with a seed that can be reported and given again.
+    """Return the parameters with a seed, so that the request can be reproduced.
 
-    Randomness: their own seed if they have one, else one from that of the LLM and the number, else a fresh one.
+    Args:
+      seed: seed of the `LLM`; None for none.
+      number: number of the request.
+
+    Randomness: the seed of the parameters if they have one; otherwise a seed derived from that of the LLM and the
+      request number; otherwise a random seed.
     """
     if params.seed is not None:
         return params
@@ -249,9 +280,9 @@ _WITHOUT_TEXT = {"stop": "use stop_token_ids", "bad_words": "use bad_words_ids",
 
 
 def resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingParams:
-    """Parameters with ``bad_words`` and ``prediction`` as token ids; resolving twice changes nothing.
+    """Return the parameters with ``bad_words`` and ``prediction`` as token ids. A second call changes nothing.
 
-    Raises: ConfigError when text is needed and there is no tokenizer.
+    Raises: ConfigError if text has to be tokenized and the model has no tokenizer.
     """
     for name, remedy in _WITHOUT_TEXT.items():
         given = getattr(params, name)
@@ -273,7 +304,7 @@ def resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def spellings(word: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """Token sequences of a word at the start of a text and after a space, without repeats."""
+    """Token sequences of a word at the start of a text and after a space, without duplicates."""
     check_unicode(word, f"bad word {word!r}")
     found = []
     for text in (word, " " + word.lstrip()):

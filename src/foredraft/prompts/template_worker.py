@@ -1,7 +1,7 @@
-"""Program that renders chat templates, in a process of its own: what a template does there, only that process meets.
+"""Program that renders chat templates in a separate process, which confines whatever a template does.
 
-It imports nothing but the standard library and Jinja, and is started by `foredraft.prompts.templates`. A request is a
-length and a marshalled pair of a template and its variables. An answer is a kind, a length and a text.
+It imports only the standard library and Jinja, and is started by `foredraft.prompts.templates`. A request is a length
+followed by a marshalled pair of template and variables. A response is a kind, a length and text.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import Any, BinaryIO, NoReturn
 
 HEAD = struct.Struct("<Q")
 TEXT, UNREADABLE, FAILED, NO_MEMORY = b"TUFM"
-"""Kinds of answers: the text, a template that is not Jinja, one that fails or refuses, and one that is too large."""
+"""Kinds of responses: rendered text, a template that is not valid Jinja, a template that fails or raises, and one that
+needs too much memory."""
 SECONDS, BYTES = 1.0, 64 * 2**20
-"""Processor time and memory of one request."""
+"""Processor time and memory limits of one request."""
 MOST_OF_REASON = 1000
-"""Characters."""
+"""Maximum number of characters of an error message."""
 
 
 def main() -> None:
-    """Answer requests from standard input until it ends."""
+    """Process requests from standard input until it ends."""
     given, told = sys.stdin.buffer, sys.stdout.buffer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     used_bytes = _prepared()
     while len(head := given.read(HEAD.size)) == HEAD.size:
         data = given.read(HEAD.unpack(head)[0])
@@ -45,9 +46,9 @@ def _answer(told: BinaryIO, kind: int, text: str) -> None:
 
 
 def _prepared() -> int:
-    """Let the timer of processor time end the process, and measure the memory in use, in bytes.
+    """Make the processor-time timer end this process, and measure the memory in use.
 
-    Returns: 0 where there is no ``/proc`` (Linux), and memory therefore not bounded.
+    Returns: memory in use, in bytes; 0 without ``/proc`` (outside Linux), where memory is not limited.
     """
     if sys.platform == "win32":
         return 0
@@ -58,8 +59,10 @@ def _prepared() -> int:
 
 
 def _rendered_within_limits(data: bytes, used_bytes: int) -> tuple[int, str]:
-    """The answer to a request. The system ends the process after `SECONDS`, also inside of one long operation."""
-    _limit(SECONDS, used_bytes and used_bytes + BYTES + 8 * len(data))  # texts of four bytes a character, twice
+    """Render a request. The operating system kills this process after `SECONDS` of processor time, even inside one long
+    operation."""
+    # 8 bytes of memory per byte of input: a string may take 4 bytes per character, and exists twice
+    _limit(SECONDS, used_bytes and used_bytes + BYTES + 8 * len(data))
     try:
         return rendered(*marshal.loads(data))
     except MemoryError:
@@ -69,7 +72,8 @@ def _rendered_within_limits(data: bytes, used_bytes: int) -> tuple[int, str]:
 
 
 def _limit(seconds: float, num_bytes: int) -> None:
-    """Bound processor time and memory: 0 seconds or -1 bytes remove a bound, 0 bytes change none."""
+    """Set the limits of processor time and memory. 0 seconds and -1 bytes remove a limit; 0 bytes leave the memory
+    limit unchanged."""
     if sys.platform == "win32":
         return
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -82,10 +86,12 @@ def _limit(seconds: float, num_bytes: int) -> None:
 
 
 def rendered(template: str, variables: dict[str, Any] | None) -> tuple[int, str]:
-    """The text of a template, or why there is none.
+    """Render a template.
 
     Args:
-      variables: None to read the template only.
+      variables: values for the template; None to only compile it.
+
+    Returns: the kind of the response, and the text or the reason of the failure.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -95,7 +101,7 @@ def rendered(template: str, variables: dict[str, Any] | None) -> tuple[int, str]
         return UNREADABLE, f"{error}, line {error.lineno}"[-MOST_OF_REASON:]
     except MemoryError:
         raise
-    except Exception as error:  # of the Python that Jinja writes
+    except Exception as error:  # an error in the Python code that Jinja generates
         return UNREADABLE, _described(error)
     if variables is None:
         return TEXT, ""
@@ -105,7 +111,7 @@ def rendered(template: str, variables: dict[str, Any] | None) -> tuple[int, str]
         raise
     except TemplateError as error:
         return FAILED, str(error)[:MOST_OF_REASON]
-    except Exception as error:  # whatever a template divides, indexes or adds
+    except Exception as error:  # templates may divide by zero, index out of range and so on
         return FAILED, _described(error)
 
 
@@ -115,7 +121,7 @@ def _described(error: Exception) -> str:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    """A template in the environment that transformers gives to chat templates."""
+    """Compile a template in the same environment that transformers uses for chat templates."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -123,9 +129,9 @@ def _compiled(template: str) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """``{% generation %}`` marks what an assistant has said, for training; its text is that of its body."""
+        """Tag ``{% generation %}``, which marks the assistant's output for training. Its text is that of its body."""
 
-        tags = {"generation"}  # noqa: RUF012 - as Jinja has it
+        tags = {"generation"}  # noqa: RUF012 - required by Jinja
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
@@ -136,7 +142,7 @@ def _compiled(template: str) -> Any:
             return str(caller())
 
     class Dict:
-        """``dict``, without what else a class can do."""
+        """``dict`` without the other attributes of a class."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
             return dict(*args, **kwargs)
@@ -145,7 +151,7 @@ def _compiled(template: str) -> Any:
             return dict.fromkeys(*args)
 
     class Attributes(Namespace):
-        """``namespace``, without names that Python gives a meaning."""
+        """``namespace`` that refuses names with a leading underscore."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:
             given = dict(*args[1:], **kwargs)
@@ -159,7 +165,7 @@ def _compiled(template: str) -> Any:
 
     def _check(name: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}, which begins with an underscore")
+            raise SecurityError(f"a namespace cannot contain {name!r}, because the name begins with an underscore")
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
@@ -182,7 +188,7 @@ def _compiled(template: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.path += sys.argv[1:]  # where Jinja lies, and what it needs
-    import jinja2.sandbox  # noqa: F401  # before memory is counted
+    sys.path += sys.argv[1:]  # locations of Jinja and its dependencies
+    import jinja2.sandbox  # noqa: F401  # before memory is measured
 
     main()

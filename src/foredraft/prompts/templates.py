@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own: a template is a program, and anybody's."""
+"""Chat templates, rendered in a separate process because a template is an untrusted program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from foredraft.prompts import template_worker
 from foredraft.prompts.template_worker import BYTES, FAILED, HEAD, NO_MEMORY, SECONDS, TEXT, UNREADABLE
 
 WALL_SECONDS = 10.0
-"""Time until a worker that uses no processor time is given up."""
+"""Time after which a worker that uses no processor time is killed."""
 
 _PASSED_ON = (
     "PATH",
@@ -38,25 +38,26 @@ _PASSED_ON = (
     "LC_CTYPE",
     "LC_TIME",
 )
-"""Variables of the environment that Python and the clock need. Keys of a server are none of a template's business."""
+"""Environment variables that Python and the clock need. Others, such as API keys of a server, are hidden from
+templates."""
 
 NOT_VARIABLES = frozenset({
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs", "sanitize_control_tokens", "conversation", "messages",
 })  # fmt: skip
-"""Arguments of ``apply_chat_template`` that are no variables of a template, and have no meaning here."""
+"""Arguments of ``apply_chat_template`` that are not template variables and are not supported by foredraft."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning."""
+"""Keys under which a message may contain reasoning."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Put behind a message that is to be continued, so that its end is found in the text."""
+"""Marker after a message that is to be continued. It shows where the message ends in the rendered text."""
 
 
 class TemplateFailure(Exception):
-    """A template gives no text.
+    """Error of a template that renders no text.
 
     Args:
-      reason: for the user.
-      is_unreadable: whether it is not Jinja, whatever it is given.
+      reason: explanation for the user.
+      is_unreadable: whether the template is not valid Jinja, independent of its variables.
     """
 
     def __init__(self, reason: str, is_unreadable: bool = False) -> None:
@@ -65,9 +66,9 @@ class TemplateFailure(Exception):
 
 
 class TemplateRenderer:
-    """Renders templates one after another, each within `SECONDS` of processor time and `BYTES` of memory.
+    """Renders templates one at a time, each within `SECONDS` of processor time and `BYTES` of memory.
 
-    The process is started by the first template, and again after one that has used up its time.
+    The worker process is started by the first template, and restarted after a template that exceeds its time.
     """
 
     def __init__(self) -> None:
@@ -76,24 +77,24 @@ class TemplateRenderer:
         self._end: Callable[[], object] = lambda: None
 
     def render(self, template: str, variables: Mapping[str, Any] | None) -> str:
-        """The text of a template.
+        """Render a template.
 
         Args:
-          variables: values of plain types; None to read the template only.
+          variables: values of plain types; None to only check the template.
 
         Raises: TemplateFailure; ValueError for variables that are nested too deeply.
         """
         data = dumps((template, None if variables is None else dict(variables)))
         with self._lock:
-            kind, text = self._answer(data) or self._answer(data) or (FAILED, "its process has ended")
+            kind, text = self._answer(data) or self._answer(data) or (FAILED, "the process that renders it has ended")
         if kind == NO_MEMORY:
-            raise TemplateFailure(f"it needs more than {BYTES >> 20} MB")
+            raise TemplateFailure(f"the template needs more than {BYTES >> 20} MB")
         if kind != TEXT:
             raise TemplateFailure(text, is_unreadable=kind == UNREADABLE)
         return text
 
     def _answer(self, data: bytes) -> tuple[int, str] | None:
-        """The answer to a request; None where the process has ended, which may have another reason."""
+        """Response to a request; None if the worker has ended for another reason than its time limits."""
         worker, is_late = self._started(), Event()
 
         def give_up() -> None:
@@ -105,13 +106,13 @@ class TemplateRenderer:
         timer.start()
         answer = None
         try:
-            answer = _asked(worker, data)
+            answer = _round_trip(worker, data)
         finally:
             timer.cancel()
-            if answer is None:  # also where the wait was broken off
+            if answer is None:  # also after an interrupt
                 self._end()
         if answer is None and (is_late.is_set() or worker.returncode == -getattr(signal, "SIGPROF", 0)):
-            return FAILED, f"it takes more than {SECONDS:g} s of processor time"
+            return FAILED, f"the template takes more than {SECONDS:g} s of processor time"
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -131,14 +132,14 @@ class TemplateRenderer:
         return worker
 
 
-def _asked(worker: subprocess.Popen[bytes], data: bytes) -> tuple[int, str] | None:
-    """The answer of a worker; None where it has ended."""
+def _round_trip(worker: subprocess.Popen[bytes], data: bytes) -> tuple[int, str] | None:
+    """Send a request to a worker and return its response; None if the worker has ended."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:
         worker.stdin.write(HEAD.pack(len(data)) + data)
         worker.stdin.flush()
-    except OSError:  # nobody reads any more
+    except OSError:  # the worker has ended
         return None
     head = worker.stdout.read(1 + HEAD.size)
     if len(head) <= HEAD.size:
@@ -149,7 +150,7 @@ def _asked(worker: subprocess.Popen[bytes], data: bytes) -> tuple[int, str] | No
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """End a worker, which ends by itself when nothing more can come."""
+    """End a worker. It exits by itself when its input is closed."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     with suppress(OSError):
@@ -164,28 +165,28 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 @cache
 def renderer() -> TemplateRenderer:
-    """The renderer of this process."""
+    """Renderer of this process."""
     return TemplateRenderer()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=renderer.cache_clear)  # a worker answers one process
+    os.register_at_fork(after_in_child=renderer.cache_clear)  # a worker serves only one process
 
 
 def rendered_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, options: Mapping[str, Any]) -> str:
-    """One conversation as a tokenizer's template writes it; the text of ``apply_chat_template``.
+    """Render one conversation with a tokenizer's chat template; the text equals that of ``apply_chat_template``.
 
     Args:
       messages: mappings, dataclasses or pydantic models.
       options: ``tools``, ``documents``, ``chat_template``, ``add_generation_prompt``, ``continue_final_message``, and
-        variables of the template.
+        template variables.
 
-    Raises: TemplateFailure; ConfigError for an option without meaning; TypeError, ValueError for messages and tools of
-      another kind.
+    Raises: TemplateFailure; ConfigError for an unsupported option; TypeError, ValueError for invalid messages or tools.
     """
     for name in sorted(NOT_VARIABLES & options.keys()):
         raise ConfigError(
-            f"chat takes no {name!r}: the template makes a text, and its tokens are made here; leave it out"
+            f"chat does not support {name!r}, because the template only renders text and foredraft tokenizes it; leave "
+            "it out"
         )
     given = dict(options)
     tools, field = given.pop("tools", None), given.pop("continue_final_message", False)
@@ -209,9 +210,9 @@ def rendered_chat(tokenizer: PreTrainedTokenizerBase, messages: Any, options: Ma
 
 
 def _schema(tool: Any) -> Any:
-    """A tool as templates take it.
+    """Convert a tool to the form that templates expect.
 
-    Raises: ValueError for what is neither a schema nor a function that describes itself.
+    Raises: ValueError for a value that is neither a schema nor a documented function.
     """
     if isinstance(tool, Mapping):
         return tool
@@ -222,9 +223,9 @@ def _schema(tool: Any) -> Any:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Messages as dictionaries of plain values, without those that are None.
+    """Convert messages to dictionaries of plain values without None values.
 
-    Raises: TypeError for what is no message, ValueError for none at all.
+    Raises: TypeError for a value that is not a message; ValueError for an empty conversation.
     """
     messages = _plain(list(getattr(given, "messages", given)))
     if not messages:
@@ -236,48 +237,49 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning has every name that templates read."""
+    """Add the reasoning of a message under all keys that templates use."""
     found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _tag_last(messages: list[dict[str, Any]], field: str, template: str) -> str:
-    """Mark the end of the last message.
+    """Mark the end of the last message with `_TAG`.
 
-    Returns: its text.
-    Raises: ValueError where it has no text in the field, or the template does not read that.
+    Returns: the text of the message.
+    Raises: ValueError if the message has no text in the field, or the template does not use the field.
     """
     last = messages[-1]
     said = last.get(field)
     if said is None:
-        raise ValueError(f"continue_final_message is set, and the last message has no {field!r}")
+        raise ValueError(f"continue_final_message is set, but the last message has no {field!r}")
     fields = [name for name in _REASONING if last.get(name) == said] if field in _REASONING else [field]
     if not any(name in template for name in fields):
-        raise ValueError(f"continue_final_message is {field!r}, and the template has no {field!r}")
+        raise ValueError(f"continue_final_message is {field!r}, but the template does not use {field!r}")
     if isinstance(said, str):
         last.update(dict.fromkeys(fields, said + _TAG))
         return said
     texts = [part for part in said if isinstance(part, dict) and "text" in part] if isinstance(said, Sequence) else []
     if not texts:
-        raise ValueError("continue_final_message is set, and the last message has no text")
+        raise ValueError("continue_final_message is set, but the last message has no text")
     text = str(texts[-1]["text"])
     texts[-1]["text"] = text + _TAG
     return text
 
 
 def _up_to_tag(text: str, final: str) -> str:
-    """The text up to the mark in it.
+    """Text up to the marker.
 
-    Raises: ValueError where the template has changed the last message.
+    Raises: ValueError if the template has changed the last message.
     """
     place = text.rfind(_TAG.strip())
     if place < 0 or final.strip() not in text:
-        raise ValueError("continue_final_message is set, and the template does not write the last message as it is")
+        raise ValueError("continue_final_message is set, but the template does not write the last message unchanged")
     return text[:place] if text.startswith(_TAG, place) else text[:place].rstrip()
 
 
 def _plain(value: Any) -> Any:
-    """A value in types that can be sent, as transformers shows them to templates: nothing with methods of its own."""
+    """Convert a value to plain types that can be marshalled, as transformers shows values to templates. The result has
+    no methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -292,5 +294,5 @@ def _plain(value: Any) -> Any:
     if callable(dump := getattr(value, "model_dump", None)):
         return _plain(dump())
     if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
-        return _plain(item())  # a number of numpy
+        return _plain(item())  # a numpy number
     return f"<{type(value).__name__}>"

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: a face of the engine, like `foredraft.LLM`."""
+"""OpenAI-compatible server: an HTTP interface to the engine, like `foredraft.LLM` for Python."""

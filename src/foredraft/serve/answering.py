@@ -1,4 +1,4 @@
-"""Answers of requests: whole or as server-sent events, for clients that may leave at any time."""
+"""Responses to generation requests, complete or as server-sent events. A client may disconnect at any time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class RequestHandler:
-    """A request in the engine, and the client that waits for its answer.
+    """A request in the engine, together with the connection of its client.
 
     Args:
-      receive: function of ASGI. The body has been read, so it only reports that the client has left.
+      bridge: backend that decodes the request.
+      asking: parsed request.
+      receive: ASGI receive function. The body has already been read, so it only reports a disconnect.
     """
 
     def __init__(self, bridge: Backend, asking: ParsedRequest, receive: Receive) -> None:
@@ -42,19 +44,20 @@ class RequestHandler:
         self._timeout = asking.timeout
         self._departure = asyncio.ensure_future(_departure(receive))
         self._departure.add_done_callback(lambda _: self.ticket.wake())
-        self._heard = perf_counter()  # of the last news
+        self._heard = perf_counter()  # time of the last output
         self._pulse: asyncio.TimerHandle | None = None
 
     @property
     def left(self) -> float:
-        """Seconds that are left of its time."""
+        """Remaining time of the request, in seconds."""
         return max(0.0, self._deadline - perf_counter())
 
     @asynccontextmanager
     async def within_its_time(self) -> AsyncIterator[None]:
-        """Work for the request, as long as it has time: one timer, since tokens would pay for one each.
+        """Limit the work inside the context to the remaining time of the request. One timer covers all of it, because a
+        timer per token would be too slow.
 
-        Raises: ApiError after the time of the request.
+        Raises: ApiError (504) when the time is over.
         """
         try:
             async with asyncio.timeout(self.left) as timer:
@@ -62,11 +65,11 @@ class RequestHandler:
         except TimeoutError:
             if not timer.expired():
                 raise
-            message = f"the request took longer than its {self._timeout:g} seconds"
+            message = f"the request took longer than its timeout of {self._timeout:g} seconds"
             raise ApiError(504, message, "timeout", "timeout") from None
 
     def wake_after(self, silence: float) -> None:
-        """Wake the waiting task whenever so many seconds have passed without news."""
+        """Wake the waiting task each time this many seconds have passed without output."""
         silent = perf_counter() - self._heard
         if silent >= silence:
             self.ticket.wake()
@@ -75,9 +78,9 @@ class RequestHandler:
         )
 
     async def begin(self) -> None:
-        """Send the request to the engine, and wait until it has been taken in.
+        """Send the request to the engine, and wait until the engine has accepted it.
 
-        Raises: what is wrong with it.
+        Raises: the error with which the engine refused the request.
         """
         self._bridge.submit(self.ticket)
         try:
@@ -87,9 +90,10 @@ class RequestHandler:
             raise
 
     async def news(self) -> list[StreamOutput] | None:
-        """Wait for the output of the next steps: empty after a silence, see `wake_after`; None at the end.
+        """Wait for the output of the next steps.
 
-        Raises: ClientDisconnect; what has ended the request.
+        Returns: the output; an empty list after a silence (see `wake_after`); None at the end of the request.
+        Raises: ClientDisconnect if the client has disconnected; the error that ended the request.
         """
         news: list[StreamOutput] | None = []
         if not self._departure.done():
@@ -100,13 +104,13 @@ class RequestHandler:
         return news
 
     async def collect(self) -> list[RequestOutput]:
-        """The results, at the end."""
+        """Wait for the end of the request and return its results."""
         while await self.news() is not None:
             pass
         return self.ticket.outputs()
 
     async def again(self, outputs: Sequence[RequestOutput]) -> None:
-        """Send the same request once more, to be decoded plainly with the seeds that it had."""
+        """Send the same request again with plain decoding and the seeds of the first run."""
         first = self.ticket
         params = [
             replace(given, seed=output.outputs[0].seed, num_speculative_tokens=0)
@@ -117,12 +121,12 @@ class RequestHandler:
         await self.begin()
 
     def end(self) -> None:
-        """Leave nothing behind. Ending twice is harmless."""
+        """Release everything that belongs to the request. Calling it twice is harmless."""
         if self._pulse is not None:
             self._pulse.cancel()
         self._bridge.abandon(self.ticket)
         if not self._departure.cancel() and not self._departure.cancelled():
-            self._departure.exception()  # which nobody waits for any more
+            self._departure.exception()  # marks the exception as retrieved; nobody awaits this task any more
 
 
 async def _departure(receive: Receive) -> None:
@@ -133,9 +137,10 @@ async def _departure(receive: Receive) -> None:
 async def answer(
     bridge: Backend, asking: ParsedRequest, form: ResponseFormat, settings: ServerSettings, receive: Receive
 ) -> Response:
-    """Run a request, and answer it.
+    """Run a request and return its response.
 
-    Raises: ApiError, PromptError and the like, before anything was sent; ClientDisconnect.
+    Raises: ApiError, PromptError or another error of the request, before anything was sent; ClientDisconnect if the
+      client has disconnected.
     """
     bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
     exchange = RequestHandler(bridge, asking, receive)
@@ -159,10 +164,12 @@ async def answer(
 
 
 class EventStream(Response):
-    """Response in server-sent events. All chunks of a step are sent at once.
+    """Response as server-sent events. All chunks of a step are sent together.
 
     Args:
-      exchange: request that has begun.
+      exchange: handler of a request that the engine has accepted.
+      asking: parsed request.
+      form: format of the events.
       keep_alive: seconds of silence after which a comment is sent.
     """
 
@@ -175,7 +182,7 @@ class EventStream(Response):
         self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
         self._is_sending = False
         self._last_put = perf_counter()
-        self._begun: set[tuple[int, int]] = set()  # sequences of which something was sent
+        self._begun: set[tuple[int, int]] = set()  # (prompt, sample) of rows with sent output
         self._held: dict[tuple[int, int], StreamOutput] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -218,8 +225,8 @@ class EventStream(Response):
         await self._put(send, *form.ending(used, beside))
 
     def _ready(self, news: Sequence[StreamOutput]) -> list[StreamOutput]:
-        """Deltas to be sent now, joined with earlier ones: the first and the last of a sequence, and those that have
-        ``stream_interval`` tokens."""
+        """Return the deltas to send now, merged with those held back. The first and the last delta of a row are sent at
+        once, the others when they contain ``stream_interval`` tokens."""
         if self._asking.interval == 1:
             return list(news)
         ready = []
@@ -237,13 +244,16 @@ class EventStream(Response):
 
     async def _put(self, send: Send, *pieces: bytes, more: bool = True) -> None:
         if pieces:
-            self._is_sending = True  # which waits only where buffers are full
+            self._is_sending = True  # sending blocks only while the buffers are full
             await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})
             self._is_sending = False
             self._last_put = perf_counter()
 
     async def _put_last(self, send: Send, *pieces: bytes) -> None:
-        """Raises: ClientDisconnect where the client takes nothing within the time of the request."""
+        """Send the last pieces and end the response.
+
+        Raises: ClientDisconnect if the client reads nothing within the remaining time of the request.
+        """
         try:
             async with asyncio.timeout(self._exchange.left):
                 await self._put(send, *pieces, self._form.last, more=False)
@@ -252,7 +262,8 @@ class EventStream(Response):
 
 
 def joined(first: StreamOutput, second: StreamOutput) -> StreamOutput:
-    """Two deltas of one text as one, which shows no draft. A text that came without a token stays where it came."""
+    """Merge two consecutive deltas of one row. The result contains no draft tree. Text that arrived without a token is
+    attached to the token before it."""
     texts, later = first.texts, second.texts
     if not second.token_ids and texts:
         texts = (*texts[:-1], texts[-1] + second.text)
@@ -275,9 +286,9 @@ DETAILED = ("by_drafter", "num_proposed_tokens", "num_cut_tokens", "num_undrafte
 
 
 def usage_of(ticket: QueuedRequest) -> dict[str, Any]:
-    """Tokens of a request, up to now. A prompt counts once, however many texts it has.
+    """Token counts of a request so far. Each prompt is counted once, however many samples it has.
 
-    Tokens that the request had predicted count as completion where they were accepted, as they would have anyway.
+    Accepted tokens of a prediction count as completion tokens, because plain decoding generates them too.
     """
     assert ticket.stream is not None
     prompt, completion = ticket.num_prompt_tokens, ticket.stream.num_tokens
@@ -297,9 +308,11 @@ def usage_of(ticket: QueuedRequest) -> dict[str, Any]:
 
 
 def counts_of(ticket: QueuedRequest, detail: str) -> dict[str, Any]:
-    """``metrics.speculative_decoding`` in vLLM's shape, all texts of the request together; nothing unless asked for.
+    """Return ``metrics.speculative_decoding`` in vLLM's format, summed over all rows of the request; empty if the
+    detail is "none".
 
-    Beside vLLM's fields: ``tokens_per_step``, ``lossless``, ``exactness``, the method, and what the governor says.
+    In addition to vLLM's fields it contains ``tokens_per_step``, ``lossless``, ``exactness``, the method, and the
+    report of the governor.
     """
     if detail == "none":
         return {}
@@ -327,7 +340,8 @@ def counts_of(ticket: QueuedRequest, detail: str) -> dict[str, Any]:
 
 
 def verdict_of(outputs: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> dict[str, Any]:
-    """``verify``: whether the texts equal those of plain decoding, token by token, and where they do not at first."""
+    """Return the field ``verify``: whether the output equals that of plain decoding token by token, and the first
+    difference of each row that does not."""
     differences = []
     pairs = [
         pair

@@ -1,4 +1,4 @@
-"""The application: routes, who may call them, and what they answer."""
+"""HTTP application: routes, access control and request handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from foredraft.errors import ForedraftError
 from foredraft.serve.answering import answer
 from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.bridge import Backend
-from foredraft.serve.chat import OF_TEMPLATES, conversation, read_chat, template_options
+from foredraft.serve.chat import TEMPLATE_FIELDS, conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
 from foredraft.serve.errors import MODEL_CHANGED, ApiError, loading, stopping
 from foredraft.serve.fields import REFUSED, Fields, shown, warning_of, wrong_field
@@ -45,19 +45,20 @@ from foredraft.views.token_view import page
 logger = logging.getLogger("foredraft.serve")
 
 BODY_SECONDS = 60.0
-"""Time limit of receiving a body."""
+"""Time limit for receiving a request body."""
 SMALL_BYTES = 64 * 2**10
-"""Largest body that is tokenized in milliseconds. Larger ones wait for each other, and no other request for them."""
+"""Largest request body that is tokenized in a few milliseconds. Larger bodies share a thread of their own, so that they
+do not delay small ones."""
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Endpoints of generation."""
+"""Endpoints that generate text."""
 CLIENT_LEFT = 499
-"""Status of a request whose client has left, as in nginx; nobody reads it."""
+"""Status of a request whose client has disconnected, as in nginx; it is never sent."""
 
 EXPOSED = ("x-request-id", "x-foredraft-warning", "retry-after")
-"""Headers that pages of other origins may read."""
+"""Response headers that pages of other origins may read."""
 
-OF_TOKENS = frozenset({
+TOKENIZE_FIELDS = frozenset({
     "model", "prompt", "add_special_tokens", "return_token_strs",
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents",
     "reasoning_effort",
@@ -71,10 +72,12 @@ class Application:
     """Routes and their handlers.
 
     Args:
-      bridge: backend that decodes.
+      bridge: backend that decodes the requests.
+      settings: limits and options.
 
     Attributes:
       served: served models; None until they are loaded.
+      is_stopping: whether the server is shutting down; new requests are then refused with 503.
     """
 
     def __init__(self, bridge: Backend, settings: ServerSettings) -> None:
@@ -86,17 +89,17 @@ class Application:
         self._created = int(time.time())
 
     def build(self, loopback: str = "") -> ASGIApp:
-        """The routes below their guards.
+        """Return the ASGI application with its access checks.
 
         Args:
-          loopback: name or address that the server listens on, if that is a loopback address; empty for others, and
-            where it is not known, as behind Ray's proxies.
+          loopback: host name or address that the server listens on, if it is a loopback address; empty otherwise, and
+            where it is unknown, as behind Ray's proxies.
         """
         app = FastAPI(title="foredraft", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
         for kind in (ApiError, ForedraftError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._refuse)
-        # Routes of Starlette, which knows all that is asked of them here: those of FastAPI leave what they call, and so
-        # the model, in caches of the process.
+        # Starlette's routes suffice. FastAPI's routes would keep the handlers, and through them the model, in
+        # process-wide caches.
         for path, get in {
             "/": self.page,
             "/health": self.health,
@@ -135,8 +138,8 @@ class Application:
             return Response(status_code=CLIENT_LEFT)
         beside: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
-            beside = error.headers or {}  # which methods are allowed
-            served = f"; served are {', '.join(TEXT_PATHS)}" if error.status_code == 404 else ""
+            beside = error.headers or {}  # the header Allow
+            served = f"; the endpoints are {', '.join(TEXT_PATHS)}" if error.status_code == 404 else ""
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}{served}")
         told = ApiError.of(error)
         if told.status >= 500 and told is not error:
@@ -150,7 +153,7 @@ class Application:
             raise loading()
         return self.served
 
-    # -- text ------------------------------------------------------------------------------------------------------
+    # -- generation ------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, read_completion)
@@ -185,23 +188,30 @@ class Application:
         return await answer(self._bridge, asking, form, self._settings, request.receive)
 
     async def _in_reader(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
-        """Work with a tokenizer, outside of the event loop."""
-        length = request.headers.get("content-length", "")  # which none has that comes in chunks
+        """Run a function that uses the tokenizer outside the event loop."""
+        length = request.headers.get("content-length", "")  # absent with chunked transfer encoding
         is_small = length.isdecimal() and int(length) <= SMALL_BYTES
         reader = self._reader if is_small else self._reader_of_large
         return await asyncio.get_running_loop().run_in_executor(reader, work, *args)
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a request.
+        """Read the JSON object in the body of a request.
 
-        Raises: ApiError where it is too large, coded, does not come, or is none.
+        Raises: ApiError if the body is too large, compressed, too slow to arrive, or not a JSON object.
         """
         codings = [coding.strip() for told in request.headers.getlist("content-encoding") for coding in told.split(",")]
         for coding in codings:
             if coding.lower() not in ("", "identity"):
-                raise ApiError(415, f"Content-Encoding is {shown(coding)}; send the body as it is", code="coded_body")
+                raise ApiError(
+                    415,
+                    f"Content-Encoding is {shown(coding)}; only uncompressed bodies are accepted, so send the body as "
+                    "plain JSON",
+                    code="coded_body",
+                )
         limit = self._settings.max_body_bytes
-        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        too_large = ApiError(
+            413, f"the body is larger than {limit} bytes, the limit of this server; send less", code="body_too_large"
+        )
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
             raise too_large
@@ -213,7 +223,7 @@ class Application:
                     if len(data) > limit:
                         raise too_large
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds; send it again") from None
         try:
             body = strict_json(data)
         except ValueError as error:
@@ -222,7 +232,7 @@ class Application:
             raise ApiError(400, f"the body is {type(body).__name__}; send a JSON object", code="invalid_json")
         return body
 
-    # -- what is served --------------------------------------------------------------------------------------------
+    # -- status and models -----------------------------------------------------------------------------------------
 
     async def health(self, _: Request) -> Response:
         self._ready()
@@ -268,7 +278,7 @@ class Application:
     async def tokenize(self, request: Request) -> Response:
         served = self._ready()
         template = str(served.tokenizer.chat_template or "")
-        known = OF_TOKENS - {name for name in OF_TEMPLATES if name not in template}
+        known = TOKENIZE_FIELDS - {name for name in TEMPLATE_FIELDS if name not in template}
         given = Fields(await self._body(request), known, REFUSED)
         served.choose(given.text("model"), None)
         tokens = await self._in_reader(request, self._tokenized, given, served)
@@ -283,7 +293,7 @@ class Application:
             ids = encode(tokenizer, conversation(given, options, tools, served), add_special_tokens=False)
         else:
             if given.get("prompt") is None:
-                wrong_field("prompt", None, "text, where there are no messages")
+                wrong_field("prompt", None, "text if the request has no messages")
             ids = encode(tokenizer, given.text("prompt"), given.flag("add_special_tokens", True))
         strings = tokenizer.convert_ids_to_tokens(ids) if given.flag("return_token_strs") else None
         limit = served.max_model_len
@@ -298,9 +308,9 @@ class Application:
         return JSONResponse({"prompt": text}, headers=self._warning(given))
 
     def _warning(self, given: Fields) -> dict[str, str]:
-        """A header that names what was ignored.
+        """Return the response header that lists ignored fields.
 
-        Raises: ApiError where unknown fields are refused.
+        Raises: ApiError for unknown fields, if the settings refuse them.
         """
         if self._settings.strict_fields:
             given.refuse_unknown()

@@ -1,4 +1,4 @@
-"""Requests for generation, read from the fields that completions and chat have in common."""
+"""Parsing of generation requests: the fields that completions and chat share."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from foredraft.serve.tokens import token_ids
 from foredraft.structured.schemas import unheld_keywords
 
 MOST_SALT = 1024
-"""Characters of a salt, as in vLLM."""
+"""Maximum length of a cache salt in characters, as in vLLM."""
 FIT_FOR_LOGS = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """Request for generation, read from the body of one of the endpoints.
+    """Generation request, parsed from the body of any of the endpoints.
 
     Args:
-      model: served name that the request gives, or the default one.
-      llm: model and way of drafting.
-      prompts: token ids, with their text where that was given.
-      params: parameters of every prompt.
-      streams: whether the answer is a stream.
-      includes_usage, continues_usage: whether a stream has usage at its end, and with every chunk.
-      by_token: one chunk for each token, or one for each step.
-      interval: least number of tokens of a chunk that holds steps.
-      returns_ids: whether answers contain token ids.
+      model: served name in the request, or the default name.
+      llm: model and drafting method.
+      prompts: token ids of each prompt, with its text if the client sent text.
+      params: sampling parameters of every prompt.
+      streams: whether the response is streamed.
+      includes_usage, continues_usage: whether a stream contains usage at its end, and in every chunk.
+      by_token: whether a chunk contains one token; otherwise it contains the tokens of a step.
+      interval: minimum number of tokens in a chunk when chunks contain whole steps.
+      returns_ids: whether the response contains token ids.
       names_ids: whether log-probabilities name tokens by their ids.
-      returns_drafts: whether chunks show the drafter of a token and rejected tokens.
-      detail: "none", "summary" or "detailed" counts of speculation.
+      returns_drafts: whether chunks contain the drafter of each token and the rejected tokens.
+      detail: detail of the speculation counts: "none", "summary" or "detailed".
       verifies: whether the output is compared with that of plain decoding.
-      timeout: time limit, in seconds.
-      truncate_prompt_tokens: tokens that longer prompts are cut to; -1 for as many as leave room for ``max_tokens``;
-        None to refuse prompts that are too long.
-      truncation_side: "left" keeps the last tokens, "right" the first ones.
-      cache_salt: prefixes are shared only with requests of the same salt; None for those without.
-      request_id: id from the client, or a drawn one. Ids of answers end with it.
-      unknown: names of fields that were ignored.
+      timeout: time limit in seconds.
+      truncate_prompt_tokens: number of tokens that longer prompts are cut to; -1 to leave room for ``max_tokens``; None
+        to refuse prompts that are too long.
+      truncation_side: "left" to keep the last tokens, "right" to keep the first.
+      cache_salt: salt of the prefix cache, which only requests with the same salt share; None for no salt.
+      request_id: id from the client, or a random one. The id of the response ends with it.
+      unknown: names of ignored fields.
     """
 
     model: str
@@ -83,20 +83,20 @@ class ParsedRequest:
 
     @property
     def warning(self) -> dict[str, str]:
-        """A header that names what was ignored."""
+        """Response header that lists ignored fields."""
         return warning_of(self.unknown)
 
 
 def read_asking(
     given: Fields, served: Served, settings: ServerSettings, forced: dict[str, Any] | None = None, **params: Any
 ) -> ParsedRequest:
-    """All but the prompts, which take a tokenizer.
+    """Parse all fields except the prompts, whose parsing needs the tokenizer.
 
     Args:
-      forced: what the output must match whatever the body says of its form; None for what the body says.
-      params: fields of `SamplingParams` that go before what the body says of them.
+      forced: output constraint that replaces the one in the body; None to use that of the body.
+      params: values of `SamplingParams` fields that replace those of the body.
 
-    Raises: ApiError, naming the field.
+    Raises: ApiError that names the field.
     """
     if settings.strict_fields:
         given.refuse_unknown()
@@ -108,14 +108,18 @@ def read_asking(
     sent["prediction"] = read_prediction(given.get("prediction"), served)
     form = read_form(given)
     if forced and given.get("structured_outputs") is not None:
-        message = "tool_choice forces a call, and structured_outputs another output; leave one of them out"
+        message = "tool_choice forces a tool call, which contradicts structured_outputs; leave one of them out"
         raise ApiError(400, message, "structured_outputs")
     sent["structured_outputs"] = forced or form
     if sent.get("prompt_logprobs") is not None:
         given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
     if len(given.numbers("logprob_token_ids")) > settings.max_logprobs:
-        raise ApiError(400, f"logprob_token_ids may have {settings.max_logprobs} entries", "logprob_token_ids")
-    if sent.get("max_tokens", 0) is None and "max_tokens" in llm.sampling_defaults:  # a chat that names no number
+        raise ApiError(
+            400,
+            f"logprob_token_ids may have at most {settings.max_logprobs} entries; send fewer",
+            "logprob_token_ids",
+        )
+    if sent.get("max_tokens", 0) is None and "max_tokens" in llm.sampling_defaults:  # a chat request without a limit
         del sent["max_tokens"]
     read = read_params(sent, llm.tokenizer, llm.sampling_defaults)
     llm.prepare(read)
@@ -123,11 +127,13 @@ def read_asking(
     interval = given.whole("stream_interval", 1, 1, 2**31 - 1)
     if interval > 1 and given.flag("return_drafts"):
         raise ApiError(
-            400, "stream_interval joins steps, and return_drafts tells of each; leave one out", "stream_interval"
+            400,
+            "stream_interval merges steps, but return_drafts describes each step; leave one of them out",
+            "stream_interval",
         )
     options = stream_options(given)
     if (most := given.whole("truncate_prompt_tokens", None, -1, 2**31 - 1)) == 0:
-        wrong_field("truncate_prompt_tokens", most, "a number of tokens, or -1 for as many as there is room for")
+        wrong_field("truncate_prompt_tokens", most, "a positive number of tokens, or -1 for as many as fit")
     return ParsedRequest(
         model=model or served.name,
         llm=llm,
@@ -154,9 +160,9 @@ def read_asking(
 
 
 def read_form(given: Fields) -> dict[str, Any] | None:
-    """Required form of the output: ``structured_outputs`` of vLLM, or ``response_format`` of the OpenAI API.
+    """Output constraint of a request: vLLM's ``structured_outputs``, or ``response_format`` of the OpenAI API.
 
-    Raises: ApiError for both, or a format that is none.
+    Raises: ApiError if both are given, or the constraint is invalid.
     """
     wanted, form = given.get("structured_outputs"), given.get("response_format")
     if isinstance(form, dict):
@@ -167,7 +173,7 @@ def read_form(given: Fields) -> dict[str, Any] | None:
         return wanted
     if wanted is not None:
         raise ApiError(
-            400, "response_format and structured_outputs are given; leave one of them out", "response_format"
+            400, "response_format and structured_outputs are both set; leave one of them out", "response_format"
         )
     if isinstance(form, dict) and form.get("type") == "json_object":
         return {"json_object": True} if form.get("schema") is None else {"json": form["schema"]}
@@ -178,9 +184,9 @@ def read_form(given: Fields) -> dict[str, Any] | None:
 
 
 def read_prediction(given: Any, served: Served) -> str | list[int] | None:
-    """The output that a request predicts: ``{"type": "content", "content": ...}``, text, or token ids.
+    """Output that the request predicts: ``{"type": "content", "content": ...}``, text, or token ids.
 
-    Raises: ApiError for anything else, and for text that no output has room for.
+    Raises: ApiError for any other value, and for text that is longer than the longest possible output.
     """
     if given is None:
         return None
@@ -195,34 +201,36 @@ def read_prediction(given: Any, served: Served) -> str | list[int] | None:
 
 
 def read_salt(given: Fields) -> str | None:
-    """Cache salt of a request: only prompts of the same salt share prefixes.
+    """Cache salt of a request. Only prompts with the same salt share cached prefixes.
 
-    Raises: ApiError for an empty one, which would tell nothing.
+    Raises: ApiError for an empty salt or one that is too long.
     """
     salt = given.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MOST_SALT):
-        wrong_field("cache_salt", salt, f"a text of 1 to {MOST_SALT} characters")
+        wrong_field("cache_salt", salt, f"a string of 1 to {MOST_SALT} characters")
     return salt
 
 
 def read_request_id(given: Fields) -> str:
-    """The id that a client gives its request, or a new one.
+    """Return the request id that the client sent, or a new one.
 
-    Raises: ApiError for one that is long, or cannot stand in a log.
+    Raises: ApiError for an id that is too long or contains characters that are unsafe in logs.
     """
     wanted = given.text("request_id") or secrets.token_hex(12)
     if not FIT_FOR_LOGS.fullmatch(wanted):
-        wrong_field("request_id", wanted, "at most 128 letters, digits and signs of ASCII, without spaces")
+        wrong_field("request_id", wanted, "at most 128 printable ASCII characters without spaces")
     return wanted
 
 
 def read_params(sent: dict[str, Any], tokenizer: Any, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Parameters whose texts are token ids already, so that the thread of the engine has none to read.
+    """Return sampling parameters in which all text is replaced by token ids, so that the engine thread does not
+    tokenize.
 
     Args:
-      defaults: parameters of the model, for those that the request does not set.
+      sent: parameters from the request.
+      defaults: the model's parameters, used where the request sets none.
 
-    Raises: ApiError, naming the field.
+    Raises: ApiError that names the field.
     """
     try:
         return resolved(SamplingParams.from_dict(sent).filled(defaults), tokenizer)
@@ -235,12 +243,12 @@ def read_params(sent: dict[str, Any], tokenizer: Any, defaults: Mapping[str, Any
 def with_prompts(
     asking: ParsedRequest, prompts: Sequence[dict[str, Any]], served: Served, settings: ServerSettings
 ) -> ParsedRequest:
-    """The request with its prompts.
+    """Return the request with its prompts.
 
-    Raises: ApiError where there are none, more than the server allows, or one without room for a new token.
+    Raises: ApiError for no prompts, too many prompts, or a prompt that leaves no room for a new token.
     """
     if not 0 < len(prompts) <= settings.max_prompts:
-        raise ApiError(400, f"the request has {len(prompts)} prompts; give 1 to {settings.max_prompts}", "prompt")
+        raise ApiError(400, f"the request has {len(prompts)} prompts; send 1 to {settings.max_prompts}", "prompt")
     limit, num_new = served.max_model_len, 0 if asking.params.max_tokens == 0 else 1
     if (most := asking.truncate_prompt_tokens) is not None:
         longest = num_new if asking.params.max_tokens is None else asking.params.max_tokens
@@ -249,19 +257,23 @@ def with_prompts(
     for place, prompt in enumerate(prompts):
         length = len(prompt["prompt_token_ids"])
         if limit is not None and length + num_new > limit:
-            message = f"This model's maximum context length is {limit} tokens, and prompt {place} has {length}: no room"
-            raise ApiError(400, f"{message} for a new token; shorten the prompt", "prompt", "context_length_exceeded")
+            message = f"This model's maximum context length is {limit} tokens, and prompt {place} has {length} tokens,"
+            message += " which leaves no room for a new token; shorten the prompt"
+            raise ApiError(400, message, "prompt", "context_length_exceeded")
     if asking.cache_salt is not None:
         prompts = [{**prompt, "cache_salt": asking.cache_salt} for prompt in prompts]
     asking = replace(asking, prompts=prompts)
     if asking.num_texts > settings.max_prompts:
-        message = f"the request asks for {asking.num_texts} texts; prompts times n may be {settings.max_prompts}"
-        raise ApiError(400, message, "n")
+        message = (
+            f"the request needs {asking.num_texts} completions (prompts times n), and the limit of this server is "
+        )
+        raise ApiError(400, f"{message}{settings.max_prompts}; send fewer prompts or a smaller n", "n")
     return asking
 
 
 def _truncated(prompt: dict[str, Any], most: int | None, side: str) -> dict[str, Any]:
-    """A prompt cut to at most so many tokens. A cut prompt has no text but that of its tokens."""
+    """Cut a prompt to a maximum number of tokens. The result of a cut contains only token ids, because the text no
+    longer matches."""
     ids = prompt["prompt_token_ids"]
     if most is None or len(ids) <= most:
         return prompt

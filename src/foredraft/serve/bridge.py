@@ -1,4 +1,4 @@
-"""Thread that steps the engine for all requests."""
+"""Engine thread that serves all requests."""
 
 from __future__ import annotations
 
@@ -21,43 +21,55 @@ logger = logging.getLogger("foredraft.serve")
 
 
 class Backend(Protocol):
-    """Takes requests in, and brings news of them until they have ended or are abandoned."""
+    """Interface of a backend: it accepts requests and delivers their output until they end or are abandoned."""
 
     error: BaseException | None
 
     @property
     def metrics(self) -> Metrics | ClusterMetrics:
-        """Counters of all requests."""
+        """Metrics of all requests."""
 
     def start(self, when_loaded: Callable[[], None]) -> None:
-        """Begin to load; ``when_loaded`` is called in another thread when that has come to an end, well or not."""
+        """Begin to load the model. ``when_loaded`` is called from another thread when loading has succeeded or
+        failed."""
 
     def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
-        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait as may."""
+        """Refuse a request when the queue is full.
+
+        Args:
+          num_prompt_tokens: number of prompt tokens of the new request.
+          max_requests: maximum number of waiting requests; None for no limit.
+          max_tokens: maximum number of prompt tokens of waiting requests; None for no limit.
+
+        Raises: ApiError (429) if a limit is reached.
+        """
 
     def submit(self, ticket: QueuedRequest) -> None:
-        """Take a request in."""
+        """Accept a request."""
 
     def abandon(self, ticket: QueuedRequest) -> None:
-        """End a request; one that has ended stays as it is."""
+        """End a request; no effect on one that has already ended."""
 
     def abort_all(self, error: ApiError) -> None:
-        """End everything with an error."""
+        """End all requests with an error."""
 
     def stop(self, timeout: float) -> bool:
-        """Work no more; say whether nothing of this process computes any more, after `timeout` seconds at most."""
+        """Stop all work.
+
+        Returns: whether all computation in this process has ended within `timeout` seconds.
+        """
 
 
 class Bridge:
-    """The thread of the engine, with an inbox.
+    """Engine thread with an inbox.
 
-    It takes requests in, makes a step, hands out what it has brought, and ends what nobody waits for any more, in
-    turns; so a client that leaves ends its rows within a step. Drafting settings have an engine each over the one
-    model, and make their steps in turns.
+    Each iteration of the thread reads the inbox, runs one step, delivers the output and ends abandoned requests. The
+    rows of a client that disconnects therefore end within one step. Every drafting method has its own engine over the
+    shared model, and each iteration steps all of them.
 
     Args:
-      load: makes what is served; called in the thread.
-      metrics: counters of times, tokens and ends.
+      load: function that loads the engines; called in the thread.
+      metrics: counters of times, tokens and finished requests.
     """
 
     def __init__(self, load: Callable[[], Sequence[LLM]], metrics: Metrics) -> None:
@@ -67,37 +79,44 @@ class Bridge:
         self._llms: Sequence[LLM] = ()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: dict[QueuedRequest, None] = {}
-        self._queued: list[QueuedRequest] = []  # as far as the asyncio side knows
+        self._queued: list[QueuedRequest] = []  # as seen by the event loop
         self._is_stopping = False
         self._num_running = 0
         self._step_began: float | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread takes requests."""
+        """Whether the thread accepts requests."""
         return self.is_ready and self._thread.is_alive()
 
     @property
     def seconds_in_step(self) -> float:
-        """Time of the current step so far; 0 between steps."""
+        """Duration of the current step so far, in seconds; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else perf_counter() - began
 
-    # -- the asyncio side ------------------------------------------------------------------------------------------
+    # -- called from the event loop --------------------------------------------------------------------------------
 
     def start(self, when_loaded: Callable[[], None]) -> None:
-        """Begin to load; ``when_loaded`` is called in the thread when that has come to an end, well or not."""
+        """Begin to load the model. ``when_loaded`` is called in the thread when loading has succeeded or failed."""
         self._thread = threading.Thread(target=self._run, args=[when_loaded], name="foredraft-engine", daemon=True)
         self._thread.start()
 
     def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
-        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait as may."""
+        """Refuse a request when the queue is full.
+
+        Raises: ApiError (429) if the limit of waiting requests, or of tokens in their prompts, is reached.
+        """
         self._queued = [ticket for ticket in self._queued if ticket.is_queued]
         num_free = max(0, self._llms[0].engine_config.max_num_seqs - self._num_running)
         num_waiting = len(self._queued) - num_free
         if max_requests is not None and num_waiting >= max_requests:
             raise ApiError(
-                429, f"{max(0, num_waiting)} requests are waiting, and no more may; try again", None, "queue_full"
+                429,
+                f"the queue is full: {max(0, num_waiting)} requests are waiting, and the limit is {max_requests}; try "
+                "again later",
+                None,
+                "queue_full",
             )
         check_tokens(self._queued, num_prompt_tokens, max_tokens)
 
@@ -107,22 +126,25 @@ class Bridge:
         self._inbox.put(partial(self._begin, ticket))
 
     def abandon(self, ticket: QueuedRequest) -> None:
-        """End a request before the next step; one that has ended stays as it is."""
+        """End a request before the next step; no effect on one that has already ended."""
         ticket.is_abandoned = True
         self._inbox.put(partial(self._end, ticket))
 
     def abort_all(self, error: ApiError) -> None:
-        """End everything with an error."""
+        """End all requests with an error."""
         self._inbox.put(partial(self._abort_all, error))
 
     def stop(self, timeout: float) -> bool:
-        """End the thread after the step that it is in; say whether it has ended within `timeout` seconds."""
+        """End the thread after its current step.
+
+        Returns: whether the thread has ended within `timeout` seconds.
+        """
         self._is_stopping = True
         self._inbox.put(lambda: None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    # -- the thread ------------------------------------------------------------------------------------------------
+    # -- called in the engine thread -------------------------------------------------------------------------------
 
     def _run(self, when_loaded: Callable[[], None]) -> None:
         try:
@@ -138,7 +160,7 @@ class Bridge:
             self._hand_out()
 
     def _read_inbox(self) -> None:
-        """Act on what was sent; wait for something where there is nothing to do."""
+        """Process the messages of the inbox; wait for one if there are no open requests."""
         if not self._open:
             self._inbox.get()()
         with suppress(queue.Empty):
@@ -158,12 +180,12 @@ class Bridge:
         ticket.deliver([])
 
     def _step(self) -> None:
-        """Make a step of every engine that has work."""
+        """Run one step of every engine that has work."""
         self._step_began = perf_counter()
         for llm in self._llms:
             try:
                 llm.step()
-            except Exception as error:  # which belongs to no request in particular
+            except Exception as error:  # an error of the engine, which affects all of its requests
                 for ticket in [ticket for ticket in self._open if ticket.llm is llm]:
                     self._fail(ticket, error)
         self._step_began = None
@@ -183,13 +205,13 @@ class Bridge:
                 self.metrics.emitted(ticket, news)
                 if ticket.wants_news:
                     came.append((ticket, news))
-            if isinstance(fault := ticket.stream.fault, Exception):  # one of several texts, too: all of them end
+            if isinstance(fault := ticket.stream.fault, Exception):  # an error in one row ends the whole request
                 self._fail(ticket, fault)
             elif ticket.stream.is_finished:
                 self._end(ticket)
                 came.append((ticket, None))
         self.metrics.load(self._num_running, num_waiting)
-        deliver_all(came)  # last, so that figures are up to date for whoever has an answer
+        deliver_all(came)  # last, so that the metrics already include what clients have received
 
     def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
         """End a request with an error."""
@@ -199,12 +221,12 @@ class Bridge:
         ticket.deliver(error)
 
     def _end(self, ticket: QueuedRequest, has_failed: bool = False) -> None:
-        """Leave nothing of a request in the engine."""
+        """Remove a request from the engine."""
         ticket.is_queued = False
         if ticket in self._open and ticket.stream is not None:
             ticket.stream.close()
             self.metrics.ended(ticket, has_failed)
-            del self._open[ticket]  # last, so that what is not open is counted
+            del self._open[ticket]  # last, so that a request is always either open or counted
 
     def _abort_all(self, error: ApiError) -> None:
         for ticket in list(self._open):

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model, in Hermes' format, which SmolLM2 and Qwen write, too."""
+"""Tool calls in the output of a model, in Hermes format, which models such as SmolLM2 and Qwen use."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from foredraft.serve.strict_json import JsonEnd, is_object, is_unicode, own_text
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 HEAD, BETWEEN, TAIL = f'{OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}"
-"""Text of a forced call around its name and its arguments: as templates write calls of earlier answers."""
+"""Text around the name and arguments of a forced call, identical to what chat templates write for earlier calls."""
 
 Part: TypeAlias = str | dict[str, Any]
-"""Text, or a call as a stream tells it: whole, begun, or continued (without an id)."""
+"""Text, or a tool call in the form of a stream: complete, begun, or continued (without an id)."""
 
 _BEGIN = re.compile(rf'{re.escape(HEAD[len(OPEN) :])}("(?:[^"\\]|\\.)*"){re.escape(BETWEEN)}(?=\{{)', re.DOTALL)
-"""Text from the opening tag of a forced call to its arguments."""
+"""Pattern of a forced call from its opening tag to its arguments."""
 
 
 class CallReader:
-    """Takes calls out of a text that grows. How the text is cut into pieces does not matter.
+    """Incremental parser that separates tool calls from text. The result does not depend on how the output is split
+    into pieces.
 
-    A call is ``<tool_call>``, a JSON object with a name and arguments or a list of them, and ``</tool_call>``. A tag
-    without them is text. White space between the beginning of the text, calls and its end is left out.
+    A call is ``<tool_call>``, then a JSON object with a name and arguments or a list of such objects, then
+    ``</tool_call>``. Any other content after a tag is text. White space between the start of the output, the calls and
+    the end is dropped.
 
     Args:
-      is_single: tell only the first call, as vLLM does.
-      is_forced: the text has nothing but calls, by a grammar. The name of a call is told first, then its arguments as
-        they come. Text is left out.
-      is_named: the request names the tool. Such a call does not count as a reason to end, as in the OpenAI API.
+      is_single: whether only the first call is returned, as in vLLM.
+      is_forced: whether a grammar forces calls, so that the output has no text; the name of a call is returned first,
+        then its arguments as they arrive.
+      is_named: whether the request names the tool; the finish reason is then "stop", as in the OpenAI API.
 
     Attributes:
       num_calls: number of calls found so far.
@@ -41,22 +43,28 @@ class CallReader:
     def __init__(self, *, is_single: bool = False, is_forced: bool = False, is_named: bool = False) -> None:
         self.num_calls = 0
         self._is_single, self._is_forced, self._is_named = is_single, is_forced, is_named
-        self._text = ""  # from the first character that is not certain
-        self._place = 0  # of what is read next
-        self._json: JsonEnd | None = None  # of the call that is being read
-        self._inside = 0  # where that call begins, after its tag
-        self._told = 0  # up to here, of the arguments of a forced call
-        self._is_begun = self._is_in_arguments = False  # of a forced call
-        self._space, self._has_text = "", False  # since the last call
+        self._text = ""  # output whose meaning is not certain yet
+        self._place = 0  # position in `_text` of the next character to read
+        self._json: JsonEnd | None = None  # parser of the current call
+        self._inside = 0  # start of the current call, after its tag
+        self._told = 0  # end of the returned arguments of a forced call
+        self._is_begun = self._is_in_arguments = False  # state of a forced call
+        self._space, self._has_text = "", False  # white space and text since the last call
         self._parts: list[Part] = []
 
     @property
     def ends_with_calls(self) -> bool:
-        """Whether a text that ends here, because the model ended it, has ended for its calls."""
+        """Whether the finish reason is a tool call, if the model ends the output here."""
         return self.num_calls > 0 and not self._is_named and not self._is_in_arguments
 
     def read(self, piece: str, is_last: bool = False) -> list[Part]:
-        """Text and calls that are certain now, in their order."""
+        """Add a piece of output.
+
+        Args:
+          is_last: whether the output ends with this piece.
+
+        Returns: the text and calls that are certain now, in order.
+        """
         self._text += piece
         self._parts = []
         while self._read_call(is_last) if self._json else self._read_text(is_last):
@@ -69,7 +77,10 @@ class CallReader:
         return self._parts
 
     def _read_text(self, is_last: bool) -> bool:
-        """Whether a tag was found, behind which a call may begin."""
+        """Read text up to the next opening tag.
+
+        Returns: whether a tag was found.
+        """
         begin, found = self._place, self._text.find(OPEN, self._place)
         if found < 0:
             self._place = len(self._text) - (0 if is_last else _overlap(self._text[begin:]))
@@ -81,7 +92,10 @@ class CallReader:
         return True
 
     def _read_call(self, is_last: bool) -> bool:
-        """Whether text comes next, after a call or instead of one."""
+        """Read a call after its opening tag.
+
+        Returns: whether reading continues with text, after the call or because the tag began none.
+        """
         value = self._json
         assert value is not None
         if self._is_forced and not value.has_ended:
@@ -108,8 +122,8 @@ class CallReader:
         return True
 
     def _read_as_text(self) -> bool:
-        """Take the tag for text, and read on behind it."""
-        if self._is_forced:  # and cut off
+        """Treat the opening tag as text, and continue after it."""
+        if self._is_forced:  # the output was cut off
             self._place = len(self._text)
             return False
         self._say(OPEN)
@@ -123,7 +137,7 @@ class CallReader:
             self.num_calls += 1
 
     def _read_forced(self, value: JsonEnd) -> None:
-        """Tell what is new of a forced call."""
+        """Add the new parts of a forced call to the result."""
         if not self._is_begun and (found := _BEGIN.match(self._text, self._inside)) is not None:
             value.read(self._text[: found.end()], self._place)
             self._place = self._told = found.end()
@@ -138,7 +152,7 @@ class CallReader:
         self._told, self._is_in_arguments = self._place, value.depth > 1
 
     def _tell_arguments(self, told: str) -> None:
-        """Tell more of the arguments of the last call."""
+        """Add arguments of the current call to the result."""
         if not self._parts:
             self._parts.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
         last = self._parts[-1]
@@ -146,7 +160,7 @@ class CallReader:
         last["function"]["arguments"] += told
 
     def _say(self, text: str) -> None:
-        """Tell text, of which white space alone waits for what follows."""
+        """Add text to the result; leading white space is held back until other text follows."""
         self._space += text
         if self._has_text or (self._space and not self._space.isspace()):
             self._has_text = True
@@ -163,12 +177,12 @@ class CallReader:
 
 
 def _overlap(text: str) -> int:
-    """Length of the end of a text that begins a tag."""
+    """Length of the longest suffix that may be the start of an opening tag."""
     return next((length for length in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:length])), 0)
 
 
 def _calls(text: str) -> list[tuple[str, str]]:
-    """Names and arguments of the calls that a text has; none where it is anything else."""
+    """Parse the content of a call tag into names and arguments; empty if it is not a valid call."""
     try:
         found = [(json.loads(call["name"]), _arguments(call.get("arguments", "{}"))) for call in own_texts(text)]
     except (ValueError, KeyError):
@@ -177,7 +191,7 @@ def _calls(text: str) -> list[tuple[str, str]]:
 
 
 def _arguments(own: str) -> str:
-    """Arguments in their own text; those that a model has written as a string, decoded once."""
+    """Arguments as the model wrote them; an object that the model wrote as a JSON string is decoded once."""
     if own == "null":
         return "{}"
     if own.startswith('"') and is_object(inner := json.loads(own)):
@@ -191,7 +205,7 @@ def _begun(index: int, name: str, arguments: str) -> dict[str, Any]:
 
 
 def message_of(parts: Iterable[Part]) -> tuple[str, list[dict[str, Any]]]:
-    """Text and calls of a whole answer, from the parts that its stream would tell."""
+    """Combine the parts of a stream into the text and the calls of a whole message."""
     text: list[str] = []
     calls: list[dict[str, Any]] = []
     for part in parts:

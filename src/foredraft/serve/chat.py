@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: what it asks for, and the shape of its answers."""
+"""``/v1/chat/completions``: parsing of requests and format of responses."""
 
 from __future__ import annotations
 
@@ -41,25 +41,29 @@ KNOWN = SHARED | {
 }
 CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
-"""A field that asks for what there is."""
-OF_TEMPLATES: dict[str, Callable[[Fields, str], Any]] = {"reasoning_effort": Fields.text, "documents": Fields.objects}
-"""Fields that are handed to a template which has them, and how they are read."""
+"""Field and value that request text output, which is the only output there is."""
+TEMPLATE_FIELDS: dict[str, Callable[[Fields, str], Any]] = {
+    "reasoning_effort": Fields.text,
+    "documents": Fields.objects,
+}
+"""Fields that are passed to chat templates that use them, with the functions that read them."""
 FLAGS = {"add_generation_prompt", "continue_final_message"}
-READ_TWICE = {**OF_TEMPLATES, **dict.fromkeys(sorted(FLAGS), Fields.flag)}
-"""Fields that may also stand in"""
+READ_TWICE = {**TEMPLATE_FIELDS, **dict.fromkeys(sorted(FLAGS), Fields.flag)}
+"""Fields that may also be given in ``chat_template_kwargs``, with the functions that read them."""
 IN_TEMPLATE = "chat_template_kwargs"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OLD_ROLES = {"developer": "system", "function": "tool"}
-"""Roles that templates know by another name: the one is newer than they are, the other older."""
+"""Roles that have another name in chat templates: "developer" is newer than most templates, "function" is older."""
 PARTS_APART = "\n"
-"""Separator of the texts of one message, as in vLLM and llama.cpp."""
+"""Separator between the text parts of one message, as in vLLM and llama.cpp."""
 PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, ChatForm]:
-    """The request of a body, and the shape of its answer.
+    """Parse the body of a request.
 
-    Raises: as `read_conversation`.
+    Returns: the request and the format of its response.
+    Raises: the errors of `read_conversation`.
     """
     body, has_functions = with_tools(body)
     asking, tools = read_conversation(body, served, settings)
@@ -72,37 +76,40 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
 
 
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, Tools]:
-    """Request of a body, and its tools.
+    """Parse the body of a request that has messages.
 
-    Writes and reads the prompt, which takes time: not to be called in the event loop.
+    It renders and tokenizes the prompt, which is slow, so it must not be called in the event loop.
 
+    Returns: the request and its tools.
     Raises: ApiError, PromptError.
     """
     template = str(served.tokenizer.chat_template or "")
-    known = KNOWN | {name for name in OF_TEMPLATES if name in template}
+    known = KNOWN | {name for name in TEMPLATE_FIELDS if name in template}
     given = Fields({name: value for name, value in body.items() if (name, value) != TEXT_ONLY}, known, CHAT_REFUSED)
     wants_logprobs, most = given.flag("logprobs"), given.whole("top_logprobs", 0, 0, settings.max_logprobs)
     if most and not wants_logprobs:
-        raise ApiError(400, "top_logprobs is given, but logprobs is not true", "top_logprobs")
+        raise ApiError(400, "top_logprobs is given, but logprobs is not true; set logprobs to true", "top_logprobs")
     longest = given.get("max_completion_tokens")
     longest = given.get("max_tokens") if longest is None else longest
     if given.get("logprob_token_ids") is not None and not wants_logprobs:
-        raise ApiError(400, "logprob_token_ids is given, but logprobs is not true", "logprob_token_ids")
+        message = "logprob_token_ids is given, but logprobs is not true; set logprobs to true"
+        raise ApiError(400, message, "logprob_token_ids")
     logprobs = most if wants_logprobs else None
     tools = read_tools(given, settings.tool_call_parser, template, served.tokenizer)
     options = template_options(given, template)
     try:
-        form = tools.form if tools.forced or read_form(given) is None else None  # where all is said, no call can begin
+        # a response_format constrains the whole output, so that no call can begin
+        form = tools.form if tools.forced or read_form(given) is None else None
         asking = read_asking(given, served, settings, form, logprobs=logprobs, max_tokens=longest)
         asking = replace(asking, unknown=(*asking.unknown, *(() if form is None else tools.annotations)))
     except GrammarError as error:
         if form is None:
             raise
         reason = str(error).removeprefix("StructuredOutputs.grammar is refused: ")
-        what = "can be forced" if tools.forced else "can follow their schemas (strict)"
-        raise ApiError(400, f"no call of these tools {what}: {reason}", "tools") from None
+        what = "cannot be forced" if tools.forced else "cannot be made to follow their schemas (strict)"
+        raise ApiError(400, f"calls of these tools {what}: {reason}", "tools") from None
     if asking.streams and asking.params.prompt_logprobs is not None:
-        message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
+        message = "prompt_logprobs is not available in chat streams; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
     text = conversation(given, options, tools.offered, served)
     ids = served.encode(text, given.flag("add_special_tokens"), is_cut=asking.truncate_prompt_tokens is not None)
@@ -111,15 +118,15 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
 
 
 def template_options(given: Fields, template: str) -> dict[str, Any]:
-    """Variables of the template, and flags: fields of their own or in ``chat_template_kwargs``.
+    """Return the template variables and flags of a request, given as top-level fields or in ``chat_template_kwargs``.
 
-    Those that the template does not have are added to `Fields.unknown`.
+    Variables that the template does not use are added to `Fields.unknown`.
 
     Raises: ApiError.
     """
     written = given.mapping(IN_TEMPLATE)
     if wrong := sorted((NOT_VARIABLES | {"tools", "chat_template"}) & written.keys()):
-        raise ApiError(400, f"{IN_TEMPLATE} cannot have {wrong[0]}", IN_TEMPLATE)
+        raise ApiError(400, f"{IN_TEMPLATE} cannot contain {wrong[0]}; leave it out", IN_TEMPLATE)
     if "documents" not in template and not REFUSED["documents"].is_harmless(written.get("documents")):
         message = f"{IN_TEMPLATE}.documents is not supported: {REFUSED['documents'].reason}"
         raise ApiError(400, message, IN_TEMPLATE, "unsupported_field")
@@ -130,23 +137,25 @@ def template_options(given: Fields, template: str) -> dict[str, Any]:
         values = [read(given, name)] if given.get(name) is not None and (name in FLAGS or name in template) else []
         values += [read(inside, f"{IN_TEMPLATE}.{name}")] if written.get(name) is not None else []
         if len(values) == 2 and values[0] != values[1]:
-            message = f"{name} is {shown(values[0])}, and in {IN_TEMPLATE} {shown(values[1])}; give one of them"
+            message = f"{name} is {shown(values[0])}, but {shown(values[1])} in {IN_TEMPLATE}; set only one of them"
             raise ApiError(400, message, name)
         if values:
             options[name] = values[0]
     if options.get("continue_final_message"):
         if options.get("add_generation_prompt"):
-            raise ApiError(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+            message = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
+            raise ApiError(400, message, "continue_final_message")
         options["add_generation_prompt"] = False
     given.unknown += [f"{IN_TEMPLATE}.{name}" for name in written.keys() - FLAGS if name not in template]
     return options
 
 
 def conversation(given: Fields, options: dict[str, Any], tools: list[Any], served: Served) -> str:
-    """The conversation as the template writes it.
+    """Render a conversation with the chat template.
 
     Args:
-      options: variables of the template.
+      options: template variables.
+      tools: tools for the template; empty for none.
 
     Raises: ApiError, PromptError.
     """
@@ -162,9 +171,10 @@ def conversation(given: Fields, options: dict[str, Any], tools: list[Any], serve
 
 
 def read_messages(given: Any, name: str = "messages") -> list[dict[str, Any]]:
-    """A conversation as chat templates take it: known roles, texts in one piece, arguments of calls as objects.
+    """Return messages in the form that chat templates expect: known roles, text content joined, arguments of tool calls
+    as objects.
 
-    Raises: ApiError, naming the message.
+    Raises: ApiError that names the message.
     """
     if not isinstance(given, list) or not given:
         wrong_field(name, given, "a list of messages with role and content")
@@ -174,14 +184,14 @@ def read_messages(given: Any, name: str = "messages") -> list[dict[str, Any]]:
 def _message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         role = given.get("role") if isinstance(given, dict) else given
-        raise ApiError(400, f"{where} has the role {shown(role)}; known are {', '.join(ROLES)}", f"{where}.role")
+        raise ApiError(400, f"{where} has the role {shown(role)}; the roles are {', '.join(ROLES)}", f"{where}.role")
     if given.get("prefix"):
-        why = f"{where}.prefix is not supported: use continue_final_message to go on from the last message"
+        why = f"{where}.prefix is not supported; use continue_final_message to continue the last message"
         raise ApiError(400, why, f"{where}.prefix", "unsupported_field")
     role = OLD_ROLES.get(given["role"], given["role"])
     message: dict[str, Any] = {"role": role, "content": _content(given.get("content"), where)}
     message |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}
-    if given.get("function_call") is not None:  # what calls were before there were several
+    if given.get("function_call") is not None:  # the older form, with a single call
         message.setdefault("tool_calls", [{"type": "function", "function": given["function_call"]}])
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
@@ -199,7 +209,8 @@ def _content(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls of an earlier answer, whose arguments templates want as an object; what is not JSON stays text."""
+    """Tool calls of an earlier response, with arguments parsed to objects as templates expect; arguments that are not
+    JSON stay text."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
@@ -209,27 +220,30 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = call["function"].get("arguments")
         arguments = {} if arguments is None else arguments
         if isinstance(arguments, str):
-            with suppress(ValueError):  # as where an answer was cut off within them, or no template could write them
+            with suppress(ValueError):  # arguments may be cut off, or contain characters that no template can write
                 arguments = _with_whole_characters(strict_json(arguments or "{}"))
         read.append({**call, "function": {**call["function"], "arguments": arguments}})
     return read
 
 
 def _with_whole_characters(value: Any) -> Any:
-    """Raises: ValueError for a value with half of a surrogate pair, which no template can write."""
+    """Return the value unchanged.
+
+    Raises: ValueError if it contains an unpaired surrogate, which no template can write.
+    """
     if not is_unicode(json.dumps(value, ensure_ascii=False)):
-        raise ValueError("it has half of a surrogate pair")
+        raise ValueError("it contains an unpaired surrogate")
     return value
 
 
 class ChatForm(ChoicesForm):
-    """Shape of the answers of ``/v1/chat/completions``.
+    """Response format of ``/v1/chat/completions``.
 
     Args:
       tools: tools of the request.
-      has_functions: whether calls are told as those of functions were before there were tools.
-      prompt_text: what the template has made of the messages, to be told; None where nobody asks.
-      echo: what every answer begins with: the last message, where the model's go on from one of its own.
+      has_functions: whether calls are written as ``function_call``, the older form.
+      prompt_text: rendered prompt to include in the response; None to leave it out.
+      echo: text at the start of every response; the last message if the response continues it, otherwise empty.
     """
 
     prefix = "chatcmpl"
@@ -260,7 +274,7 @@ class ChatForm(ChoicesForm):
         return super().body(outputs, usage, beside) | found
 
     def _of_prompt(self) -> dict[str, Any]:
-        """Fields of the prompt, which all samples share."""
+        """Response fields of the prompt, which all samples share."""
         (prompt,) = self._asking.prompts
         ids = {"prompt_token_ids": list(prompt["prompt_token_ids"])} if self._asking.returns_ids else {}
         return ids | ({} if self._prompt_text is None else {"prompt_text": self._prompt_text})
@@ -296,12 +310,12 @@ class ChatForm(ChoicesForm):
         return self._tell(choice, delta, part)
 
     def _told(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """Calls, or pieces of them, as a message has them."""
+        """Tool calls, or pieces of them, as the field of a message."""
         return called(calls) if self._has_functions else {"tool_calls": calls}
 
     @property
     def _reason(self) -> str:
-        """Why a text ends that the model ends with calls."""
+        """Finish reason of a row that the model ends with tool calls."""
         return "function_call" if self._has_functions else "tool_calls"
 
     def _logprobs(self, ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> dict[str, Any]:

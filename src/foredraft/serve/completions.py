@@ -1,4 +1,4 @@
-"""``/v1/completions``: what it asks for, and the shape of its answers."""
+"""``/v1/completions``: parsing of requests and format of responses."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from foredraft.serve.settings import ServerSettings
 from foredraft.serve.tokens import Offsets, Table, completion_logprobs, echoed_logprobs, prompt_tables, token_ids
 
 KNOWN = SHARED | {"prompt", "echo", "logprobs"}
-_OF_CHAT = Foreign("it is a field of /v1/chat/completions", (None, [], {}, "none", "auto"))
+_CHAT_ONLY = Foreign("it is a field of /v1/chat/completions; use that endpoint", (None, [], {}, "none", "auto"))
 COMPLETION_REFUSED = {
     **REFUSED,
-    **dict.fromkeys(("tools", "tool_choice", "chat_template_kwargs"), _OF_CHAT),
+    **dict.fromkeys(("tools", "tool_choice", "chat_template_kwargs"), _CHAT_ONLY),
 }
 
 
 def read_completion(
     body: dict[str, Any], served: Served, settings: ServerSettings
 ) -> tuple[ParsedRequest, CompletionForm]:
-    """Reads prompts, which takes time: not to be called in the event loop.
+    """Parse the body of a request. It tokenizes the prompts, which is slow, so it must not be called in the event loop.
 
+    Returns: the request and the format of its response.
     Raises: ApiError, PromptError.
     """
-    asks_for_all = body.get("best_of") == body.get("n")  # then there is nothing to choose
+    asks_for_all = body.get("best_of") == body.get("n")  # then all samples are returned, and nothing is selected
     given = Fields(
         {name: value for name, value in body.items() if name != "best_of" or not asks_for_all},
         KNOWN,
@@ -39,7 +40,8 @@ def read_completion(
     )
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
     if given.get("logprob_token_ids") is not None and logprobs is None:
-        raise ApiError(400, "logprob_token_ids is given, but logprobs is not", "logprob_token_ids")
+        message = "logprob_token_ids is given, but logprobs is not; set logprobs to a number"
+        raise ApiError(400, message, "logprob_token_ids")
     echo = given.flag("echo")
     of_prompt = given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
     learned: dict[str, Any] = (
@@ -54,13 +56,13 @@ def read_completion(
 
 
 def _prompts(prompt: Any, read: Callable[[Any], dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """One prompt or a list of them, each as text or as token ids."""
+    """Parse one prompt or a list of prompts, each given as text or token ids."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         wrong_field("prompt", prompt, "text, a list of token ids, or a list of these")
     if len(prompt) > most:
-        raise ApiError(400, f"the request has {len(prompt)} prompts; give at most {most}", "prompt")
+        raise ApiError(400, f"the request has {len(prompt)} prompts; send at most {most}", "prompt")
     return [read(one) for one in prompt]
 
 
@@ -71,11 +73,12 @@ def _prompt(prompt: Any, served: Served, adds: bool, is_cut: bool) -> dict[str, 
 
 
 class CompletionForm(ChoicesForm):
-    """Shape of the answers of ``/v1/completions``.
+    """Response format of ``/v1/completions``.
 
     Args:
-      echo: begin every text with its prompt, its log-probabilities with those of that.
-      of_prompt: log-probabilities that are told beside it, most likely ones of each token; None for none at all.
+      echo: whether every completion begins with its prompt, and its log-probabilities with those of the prompt.
+      of_prompt: number of top log-probabilities per prompt token in the field ``prompt_logprobs``; None to leave the
+        field out.
     """
 
     prefix = "cmpl"
@@ -86,11 +89,11 @@ class CompletionForm(ChoicesForm):
         self._echo, self._most_of_prompt = echo, of_prompt
         self._learns_prompt = asking.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
-        self._offsets: dict[int, Offsets] = {}  # of each choice of a stream
-        self._begun: set[int] = set()  # choices of a stream
+        self._offsets: dict[int, Offsets] = {}  # by choice, for streams
+        self._begun: set[int] = set()  # choices of a stream with sent output
 
     def first_choices(self) -> list[dict[str, Any]]:
-        if not self._echo or self._learns_prompt:  # which is told once it is read
+        if not self._echo or self._learns_prompt:  # sent with its log-probabilities later
             return []
         texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]
         self._offsets = {index: self._new_offsets(len(text)) for index, text in enumerate(texts)}
@@ -98,7 +101,7 @@ class CompletionForm(ChoicesForm):
         return [self._begin(choice) for choice in choices]
 
     def _begin(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """A choice of a stream; the first one of a text tells the ids of its prompt, where ids are told."""
+        """Add the prompt's token ids to the first choice of a row in a stream, if the request returns token ids."""
         if self._asking.returns_ids and choice["index"] not in self._begun:
             self._begun.add(choice["index"])
             prompt = self._asking.prompts[choice["index"] // self._asking.params.n]
@@ -124,7 +127,7 @@ class CompletionForm(ChoicesForm):
         return [self._begin(choice) for choice in choices]
 
     def _read_prompt(self, index: int, delta: StreamOutput) -> dict[str, Any]:
-        """The choice that tells log-probabilities of the prompt, before the first token of a text."""
+        """Choice with the log-probabilities of the prompt, sent before the first token of a row."""
         prompt, tables = self._asking.prompts[delta.prompt_index], delta.prompt_logprobs
         choice = self._choice(index, self._prompt_text(prompt) if self._echo else "", None, None)
         self._offsets[index] = self._new_offsets(len(choice["text"]))
@@ -133,7 +136,7 @@ class CompletionForm(ChoicesForm):
         return choice | self._beside(tables)
 
     def _beside(self, tables: Sequence[Table | None] | None) -> dict[str, Any]:
-        """Log-probabilities of a prompt in vLLM's shape, if they were asked for."""
+        """Field ``prompt_logprobs`` in vLLM's format, if the request contains it."""
         most = self._most_of_prompt
         return {} if most is None else {"prompt_logprobs": prompt_tables(tables, most)}
 
@@ -152,7 +155,7 @@ class CompletionForm(ChoicesForm):
         return completion_logprobs(self._names, ids, tables, begins, params.logprobs or 0, is_named)
 
     def _of_prompt(self, prompt: dict[str, Any], tables: Sequence[Table | None] | None) -> dict[str, Any]:
-        """Log-probabilities of a prompt that is echoed."""
+        """Log-probabilities of an echoed prompt."""
         assert tables is not None
         ids = prompt["prompt_token_ids"]
         offsets = Offsets.of_prompt(self._tokenizer, ids, self._prompt_text(prompt))

@@ -1,4 +1,4 @@
-"""Errors in the form of the OpenAI API, without tracebacks, paths or keys."""
+"""Errors in the format of the OpenAI API. They contain no tracebacks, paths or keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from foredraft.errors import (
 
 RETRY_SECONDS = 1
 MODEL_CHANGED = "model_changed"
-"""Code of the error of a request that was read for another model than the one served now; read anew, it can succeed."""
+"""Error code of a request that was parsed for a model that has since been replaced; the server parses it again and
+retries."""
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -38,7 +39,7 @@ class ApiError(Exception):
       status: HTTP status.
       message: text with the value, the limit and the remedy.
       param: name of the wrong field.
-      code: code for programs; by default the status.
+      code: machine-readable code; the status by default.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | int | None = None) -> None:
@@ -51,14 +52,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error object."""
+        """Error object of the response."""
         kind = TYPES.get(self.status, "server_error")
         code = self.status if self.code is None else self.code
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come again and whether to, and how."""
+        """Response headers that tell the client whether, when and how to retry."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         if self.status == 401:
@@ -69,7 +70,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> ApiError:
-        """Error as a client gets it: the whole message of a refusal, no details of any other error."""
+        """Return an error as clients may see it: the full message of a refusal, and no details of any other error."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, ContextLengthError):
@@ -77,13 +78,15 @@ class ApiError(Exception):
         if isinstance(error, (PromptError, ConfigError)):
             return cls(400, str(error))
         if isinstance(error, MemoryError):
-            return cls(503, "the server has no memory left for this request; try again, or ask for less")
-        if isinstance(error, NoTokenError):  # no processors come over HTTP, so that the request contradicts itself
+            return cls(503, "the server is out of memory for this request; try again later, or send a smaller request")
+        if isinstance(error, NoTokenError):  # HTTP requests carry no custom processors, so the request itself is wrong
             return cls(400, str(error), code="no_token_possible")
         if isinstance(error, NumericsError):
             return cls(500, str(error), code="model_numerics")
         what = type(error).__name__ if isinstance(error, ForedraftError) else "an error"
-        return cls(500, f"{what} inside the server ended this request; its log says more", code="internal_error")
+        return cls(
+            500, f"{what} inside the server ended this request; see the server log for details", code="internal_error"
+        )
 
 
 def unauthorized() -> ApiError:
@@ -93,7 +96,7 @@ def unauthorized() -> ApiError:
 
 
 def model_changed() -> ApiError:
-    return ApiError(503, "another model is served from now on; try again", code=MODEL_CHANGED)
+    return ApiError(503, "the served model was replaced while the request waited; try again", code=MODEL_CHANGED)
 
 
 def loading() -> ApiError:
@@ -101,4 +104,4 @@ def loading() -> ApiError:
 
 
 def stopping() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down")
+    return ApiError(503, "the server is shutting down; send the request to another server", code="shutting_down")

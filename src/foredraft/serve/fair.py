@@ -1,4 +1,4 @@
-"""Turns of requests that wait, so that one client's many do not keep another's few waiting."""
+"""Fair queue of waiting requests, in which a client with many requests cannot starve a client with few."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 PROMPT_COST = 1.0
 OUTPUT_COST = 2.0
-"""Cost of each token; the weights of the paper."""
+"""Cost of each prompt token and of each output token; the weights of the paper."""
 MAX_CLIENTS = 4096
-"""Number of clients with a counter; then the half with the lowest counters is forgotten."""
+"""Maximum number of clients with a counter; beyond it the half with the lowest counters is forgotten."""
 
 
 @dataclass
 class Turn:
-    """One request, from its arrival to its end."""
+    """State of one request in the queue, from its arrival to its end."""
 
     client: str
     has_gone: bool = False
@@ -26,18 +26,18 @@ class Turn:
 
 
 class FairQueue:
-    """Lets requests go to whatever decodes them, the client first that has been served the least.
+    """Queue that grants turns to requests, first to the client that has received the least service.
 
-    What a client was served is counted in tokens of prompts and, twice, of outputs. A client that comes anew counts as
-    having been served as much as whoever waits with the least, or went last, so that nobody saves up turns (virtual
-    token counter: Sheng, Cao, Li, Zhu, Li, Zhuo, Gonzalez, Stoica 2024, arXiv 2401.00588, algorithm 2). Requests of one
-    client keep their order.
+    Service is counted in tokens, and output tokens count twice. The counter of a client that becomes active is raised
+    to the lowest counter of the waiting clients, or to that of the last granted client, so that no client accumulates
+    credit while idle. Source: virtual token counter, Sheng, Cao, Li, Zhu, Li, Zhuo, Gonzalez, Stoica 2024, arXiv
+    2401.00588, algorithm 2. Requests of the same client keep their order.
 
-    Only so many may have gone without having begun as ``num_rows``, or as half of those that run: what waits behind
-    this queue waits in the order in which it went.
+    The number of requests that were granted a turn but have not begun is limited to ``num_rows`` or half the number of
+    running requests, whichever is larger. Beyond this queue, requests wait in the order in which they were granted.
 
     Args:
-      num_rows: requests that one replica takes at once.
+      num_rows: number of requests that one replica runs at once.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -49,7 +49,7 @@ class FairQueue:
 
     @contextmanager
     def entered(self, client: str) -> Iterator[Turn]:
-        """A place in the queue, left at the end of the request."""
+        """Queue a request for the duration of the context."""
         turn = Turn(client)
         self._join(turn)
         self._let_go()
@@ -60,11 +60,11 @@ class FairQueue:
             self._let_go()
 
     def charge(self, turn: Turn, cost: float) -> None:
-        """The client has been served so much."""
+        """Add a cost to the counter of the client."""
         self._served[turn.client] = self._served.get(turn.client, self._least) + cost
 
     def begin(self, turn: Turn) -> None:
-        """The request runs."""
+        """Mark the request as running."""
         if turn.has_gone and not turn.has_begun:
             turn.has_begun = True
             self._num_gone, self._num_running = self._num_gone - 1, self._num_running + 1
@@ -79,7 +79,8 @@ class FairQueue:
         self._waiting.setdefault(turn.client, deque()).append(turn)
 
     def _forget(self) -> None:
-        """Keep the half that was served most, and whoever waits: the others lose, and gain, the least by it."""
+        """Keep the counters of waiting clients and of the half with the highest counters. Forgetting changes the order
+        of the other clients the least."""
         most = sorted(self._served, key=self._served.__getitem__, reverse=True)[: MAX_CLIENTS // 2]
         self._served = {client: self._served[client] for client in {*most, *self._waiting}}
 
@@ -94,7 +95,7 @@ class FairQueue:
                 del self._waiting[turn.client]
 
     def _let_go(self) -> None:
-        """Grant as many turns as may be."""
+        """Grant turns until a limit is reached."""
         while self._waiting and self._num_gone < max(self._num_rows, self._num_running // 2):
             client = min(self._waiting, key=self._served.__getitem__)
             self._least = self._served[client]

@@ -1,4 +1,4 @@
-"""Fields of a request's body: read by name and type, refused by name where they have no meaning here."""
+"""Fields of a request body: reading with type checks, and refusal of fields that are not supported."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from foredraft.serve.errors import ApiError
 T = TypeVar("T")
 
 MOST_WHOLE = 2**53
-"""Limit below which a float without a fraction is exactly the whole number that was written."""
+"""Limit below which every whole number has an exact float."""
 MAX_NAMED = 10
-"""Unknown fields that are named, and"""
+"""Maximum number of unknown fields listed in a message."""
 MAX_NAME = 40
-"""characters of each."""
+"""Maximum number of characters of each listed field."""
 
 _READ_HERE = {"detokenize", "logits_processors", "logprobs", "n", "num_speculative_tokens", "prediction"}
 SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - _READ_HERE - {"structured_outputs"}
-"""Fields that are handed to `SamplingParams` as they are, where they are not null."""
+"""Fields that are passed to `SamplingParams` unchanged unless they are null."""
 
 MOST_ENTRIES = {"stop": 128, "bad_words": 1024, "bad_words_ids": 1024}
-"""Longest lists that are searched for every token: with 100,000 stop strings one request slowed all others."""
+"""Maximum length of the lists that are searched at every token. One request with 100,000 stop strings slowed all
+others."""
 
 SHARED = SAMPLING | {
     "n",
@@ -51,48 +52,50 @@ SHARED = SAMPLING | {
     "verify",
     "timeout",
 }
-"""Fields of every kind of generation."""
+"""Fields that completions and chat share."""
 
 IGNORED = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "priority",
 })  # fmt: skip
-"""Fields that change nothing of an answer."""
+"""Fields that do not affect the response."""
 
 _STRUCTURED = "use structured_outputs, with the same value under json, regex, choice or grammar"
 _JSON = "use response_format, {type: 'json_object'} or {type: 'json_schema', json_schema: {schema: ...}}"
-_GRAMMAR = "use structured_outputs.grammar, with a grammar of Lark or EBNF"
-_NO_MEDIA = "prompts and answers are text; leave it out"
-_NO_ADAPTER = "the weights that are served are all there are; merge the adapter into them and serve that model"
-_NO_GUIDANCE = "texts are not guided by a second prompt; leave it out"
-_AT_END = "texts are continued at their end; leave it out"
-_NESTED = "give its fields beside the prompt: temperature, max_tokens and so on"
+_GRAMMAR = "use structured_outputs.grammar, with a Lark or EBNF grammar"
+_NO_MEDIA = "prompts and responses are text; leave it out"
+_NO_ADAPTER = "the server has no adapters; merge the adapter into the weights and serve that model"
+_NO_GUIDANCE = "classifier-free guidance is not implemented; leave it out"
+_AT_END = "prompts are continued only at their end; leave it out"
+_NESTED = "set its fields (temperature, max_tokens and so on) at the top level of the request"
 REFUSED = {
-    "best_of": Foreign("every text that is drawn is returned; use n and choose among them", (None, 1)),
+    "best_of": Foreign("all generated samples are returned; use n and choose among them", (None, 1)),
     "suffix": Foreign(_AT_END, (None, "")),
-    "use_beam_search": Foreign("beams are not drafted for; use n", (None, False)),
+    "use_beam_search": Foreign("beam search is not implemented; use n for several samples", (None, False)),
     "functions": Foreign("use tools", (None, [])),
     "function_call": Foreign("use tool_choice", (None, "none", "auto")),
     "audio": Foreign(_NO_MEDIA),
-    "web_search_options": Foreign("the server searches nothing; leave it out"),
-    "chat_template": Foreign("templates are the server's; it takes one with --chat-template"),
-    "documents": Foreign("the chat template has no place for them; write documents into a message", (None, [])),
-    # What a text must match, as other servers name it: free text would be a wrong answer.
+    "web_search_options": Foreign("the server cannot search the web; leave it out"),
+    "chat_template": Foreign("a request cannot change the template; start the server with --chat-template"),
+    "documents": Foreign("the chat template does not use documents; write them into a message", (None, [])),
+    # Names of output constraints in other servers. Ignoring them would return unconstrained text, a wrong response.
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), Foreign(_STRUCTURED)),
     **dict.fromkeys(("guided_decoding", "structural_tag", "output_format"), Foreign(_STRUCTURED)),
     **dict.fromkeys(("json_schema", "format", "response_schema"), Foreign(_JSON, (None, ""))),
     "guided_json_object": Foreign(_JSON, (None, False)),
     "regex": Foreign("use structured_outputs.regex", (None, "")),
     **dict.fromkeys(("grammar", "ebnf"), Foreign(_GRAMMAR, (None, ""))),
-    # Where a text ends, and which texts come.
+    # Names of stopping and sampling options in other servers.
     "stop_sequences": Foreign("use stop", (None, [])),
-    "stop_regex": Foreign("texts end at strings and tokens; use stop or stop_token_ids", (None, [], "")),
+    "stop_regex": Foreign("generation stops only at strings and tokens; use stop or stop_token_ids", (None, [], "")),
     **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), Foreign("use max_tokens", (None, -1))),
     "min_new_tokens": Foreign("use min_tokens", (None, 0)),
     "num_return_sequences": Foreign("use n", (None, 1)),
     "repeat_penalty": Foreign("use repetition_penalty", (None, 1)),
-    "logits_processors": Foreign("no code comes over HTTP; use logit_bias, bad_words or allowed_token_ids", (None, [])),
+    "logits_processors": Foreign(
+        "requests cannot contain code; use logit_bias, bad_words or allowed_token_ids", (None, [])
+    ),
     **dict.fromkeys(("options", "parameters", "sampling_params"), Foreign(_NESTED, (None, {}))),
-    # What a text follows.
+    # Names of inputs in other servers.
     "system": Foreign("write it into the messages or the prompt", (None, "", [])),
     **dict.fromkeys(("input_prefix", "input_suffix"), Foreign(_AT_END, (None, ""))),
     **dict.fromkeys(("images", "image_data", "audio_data", "video_data"), Foreign(_NO_MEDIA, (None, []))),
@@ -100,8 +103,8 @@ REFUSED = {
     **dict.fromkeys(("lora", "lora_path", "lora_request", "adapter_id"), Foreign(_NO_ADAPTER, (None, [], ""))),
     **dict.fromkeys(("guidance_scale", "cfg_scale", "negative_prompt"), Foreign(_NO_GUIDANCE, (None, 1, ""))),
 }
-"""Fields of the OpenAI API, vLLM, SGLang, llama.cpp, TGI and Ollama that have another name here or no counterpart, and
-without which the answer would be another: why, and what to do instead."""
+"""Fields of the OpenAI API, vLLM, SGLang, llama.cpp, TGI and Ollama that would change the response, but have another
+name here or no counterpart; each with the reason and the remedy."""
 
 WITHOUT_EFFECT = {
     "store": (False,),
@@ -111,22 +114,23 @@ WITHOUT_EFFECT = {
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
 }
-"""Fields that frameworks send whatever the model, and values of them that ask for what happens anyway: with others they
-are ignored as unknown ones are, and named."""
+"""Fields that frameworks send to every model, with the values that request the default behaviour. Other values are
+treated as unknown fields: ignored and listed in the warning header."""
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Parts of a content that are text, and where it stands in them."""
+"""Types of content parts that are text, with the key of their text."""
 
 
 class Fields:
-    """The body of a request.
+    """Body of a request, with type-checked access to its fields.
 
     Args:
-      known: fields that the caller is going to read.
-      refused: fields that are refused, unless they ask for what happens anyway.
+      body: JSON object of the request.
+      known: fields that the caller reads.
+      refused: fields that are refused unless their value requests the default behaviour.
 
     Attributes:
-      unknown: names of fields that nobody knows, or that are without effect here; null says nothing.
+      unknown: names of fields that are unknown or without effect; fields that are null do not count.
 
     Raises: ApiError for a refused field.
     """
@@ -145,14 +149,17 @@ class Fields:
                 raise ApiError(400, f"{name} is not supported: {foreign.reason}", name, "unsupported_field")
 
     def refuse_unknown(self) -> None:
-        """Raises: ApiError where there are fields that nobody knows."""
+        """Refuse unknown fields.
+
+        Raises: ApiError.
+        """
         if self.unknown:
             near = nearest(self.unknown[0], self._known)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "; leave them out"
             raise ApiError(400, f"unknown fields: {named(self.unknown)}{hint}", self.unknown[0], "unknown_field")
 
     def get(self, name: str) -> Any:
-        """The value as it is; None where it is left out."""
+        """Value of a field, unchecked; None if it is absent."""
         return self._body.get(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -169,15 +176,18 @@ class Fields:
         return self._read(name, default, fits, f"a whole number between {low} and {high}")
 
     def seconds(self, name: str, default: float) -> float:
-        """Seconds, limited to the default."""
+        """Number of seconds in a field, at most the default."""
         fits: Callable[[Any], bool] = lambda value: type(value) in (int, float) and value > 0  # noqa: E731
         return float(min(default, self._read(name, default, fits, "a number of seconds above 0")))
 
     def check_entries(self) -> None:
-        """Raises: ApiError for a list of `MOST_ENTRIES` that is longer."""
+        """Check the lengths of the lists in `MOST_ENTRIES`.
+
+        Raises: ApiError for a list that is too long.
+        """
         for name, most in MOST_ENTRIES.items():
             if isinstance(value := self._body.get(name), list) and len(value) > most:
-                raise ApiError(400, f"{name} has {len(value)} entries, and may have {most}; give fewer", name)
+                raise ApiError(400, f"{name} has {len(value)} entries; the limit is {most}, so send fewer", name)
 
     def objects(self, name: str) -> list[dict[str, Any]]:
         def fits(value: Any) -> bool:
@@ -204,10 +214,10 @@ class Fields:
 
 
 def text_of(content: Any, between: str = "") -> str | None:
-    """The text of a content, which is text or a list of parts that are; None where it is something else.
+    """Return the text of a message content, which is a string or a list of text parts; None for any other content.
 
     Args:
-      between: put between parts.
+      between: separator between parts.
     """
     parts = content if isinstance(content, list) else [content]
     texts = [_text_of(part) for part in parts]
@@ -220,41 +230,44 @@ def _text_of(part: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """A value of a body. A number such as 5.0 is a whole one in JSON, and so do clients of some languages write it."""
+    """Convert a whole-number float such as 5.0 to int. JSON does not distinguish them, and clients in some languages
+    write floats."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < MOST_WHOLE else value
 
 
 def wrong_field(name: str, value: Any, what: str) -> NoReturn:
-    """Raises: ApiError for a value of a field."""
+    """Raise an ApiError for an invalid value of a field."""
     raise ApiError(400, f"{name} is {shown(value)}; it must be {what}", name)
 
 
 def shown(value: Any) -> str:
-    """A value of a body in an error: short, and in ASCII."""
+    """Short ASCII form of a value for an error message."""
     text = json.dumps(value)
     return text if len(text) <= 2 * MAX_NAME else text[: 2 * MAX_NAME] + "..."
 
 
 def named(unknown: Collection[str]) -> str:
-    """The names of unknown fields for a header or an error: few, short, and in ASCII."""
+    """Short ASCII list of unknown fields for a header or an error message."""
     names = [json.dumps(name)[1 : MAX_NAME + 1].strip('" ') or '""' for name in sorted(unknown)[:MAX_NAMED]]
     return ", ".join(names) + (f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else "")
 
 
 def warning_of(unknown: Collection[str]) -> dict[str, str]:
-    """A header that names fields that were ignored."""
+    """Response header that lists ignored fields."""
     return {"x-foredraft-warning": f"fields were ignored: {named(unknown)}"} if unknown else {}
 
 
 def stream_options(given: Fields) -> Fields:
-    """``stream_options`` of a body.
+    """Read the field ``stream_options``.
 
-    Raises: ApiError for options of an answer that is not streamed, and for unknown ones.
+    Raises: ApiError for unknown options, and for options of a response that is not streamed.
     """
     options = given.mapping("stream_options")
     if options and not given.flag("stream"):
-        raise ApiError(400, "stream_options are given, but stream is not true", "stream_options")
+        raise ApiError(
+            400, "stream_options is set, but stream is not true; set stream, or leave it out", "stream_options"
+        )
     read = Fields(options, {"include_usage", "continuous_usage_stats", "include_obfuscation"}, {})
     if read.unknown:
-        raise ApiError(400, f"stream_options has no {named(read.unknown)}", "stream_options")
+        raise ApiError(400, f"stream_options has no field {named(read.unknown)}; leave it out", "stream_options")
     return read

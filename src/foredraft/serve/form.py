@@ -1,4 +1,4 @@
-"""The shape of an answer, and what completions and chat have in common in it."""
+"""Response format: the interface, and the base of the formats for completions and chat."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ResponseFormat(ABC):
-    """Makes what a client is told of a request.
+    """Converts the output of a request to the response of an endpoint.
 
     Attributes:
-      last: ends every stream.
+      last: final bytes of every stream.
     """
 
     last: ClassVar[bytes] = b""
@@ -33,10 +33,11 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def events(self, news: Sequence[StreamOutput], usage: Callable[[], dict[str, Any]]) -> list[bytes]:
-        """Events for what steps have brought.
+        """Events for the output of steps.
 
         Args:
-          usage: counts the tokens up to now.
+          news: output of the steps.
+          usage: function that returns the token counts so far.
         """
 
     @abstractmethod
@@ -44,40 +45,47 @@ class ResponseFormat(ABC):
         """Events after the last token.
 
         Args:
-          beside: counts of speculation, verdicts and notes.
+          usage: token counts.
+          beside: additional fields: speculation counts, verification result and notes.
         """
 
     @abstractmethod
     def failure(self, error: ApiError) -> list[bytes]:
-        """Events of a request that does not come to its end."""
+        """Events for a request that has failed."""
 
     @abstractmethod
     def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer at once."""
+        """Complete response of a request that is not streamed.
+
+        Args:
+          outputs: results.
+          usage: token counts.
+          beside: additional fields, as in `ending`.
+        """
 
 
 written = json.JSONEncoder(separators=(",", ":")).encode
-"""JSON without spaces."""
+"""Serialize a value as JSON without spaces."""
 
 
 def event(data: dict[str, Any], name: str = "") -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {written(data)}\n\n".encode()
 
 
 def parts_of(delta: StreamOutput, by_token: bool) -> list[slice]:
-    """Tokens of a step that an event holds, for each event."""
+    """Split the tokens of a step into the slices that form one event each."""
     length = len(delta.token_ids)
     return [slice(i, i + 1) for i in range(length)] if by_token else [slice(0, length)]
 
 
 class ChoicesForm(ResponseFormat):
-    """Answers that are lists of choices.
+    """Response format with a list of choices.
 
     Attributes:
-      prefix: prefix of ids.
-      kinds: object types of whole answers and of chunks.
+      prefix: prefix of response ids.
+      kinds: values of ``object`` for complete responses and for chunks.
     """
 
     last = DONE
@@ -132,21 +140,21 @@ class ChoicesForm(ResponseFormat):
 
     @abstractmethod
     def first_choices(self) -> list[dict[str, Any]]:
-        """Choices of chunks before the first token."""
+        """Choices of the chunks before the first token."""
 
     @abstractmethod
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
-        """Choices of the chunks for what a step has brought one text: one for each token, or one for all."""
+        """Choices of the chunks for one row's output of a step: one choice per token, or one for all tokens."""
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Choices of the whole answer."""
+        """Choices of a complete response."""
 
     def _parts(self, delta: StreamOutput) -> list[slice]:
         return parts_of(delta, self._asking.by_token)
 
     def _tell(self, choice: dict[str, Any], delta: StreamOutput, part: slice) -> dict[str, Any]:
-        """A choice with what was asked for beside its text."""
+        """Add the requested token ids and drafts to a choice."""
         if self._asking.returns_ids:
             choice["token_ids"] = list(delta.token_ids[part])
         if self._asking.returns_drafts:

@@ -1,4 +1,4 @@
-"""Middlewares in front of the routes: request ids, keys, hosts, and bodies that nobody has read."""
+"""Middleware in front of the routes: request ids, API keys, host checks, and draining of unread bodies."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ from foredraft.serve.errors import ApiError, unauthorized
 from foredraft.serve.fields import shown
 
 OPEN_PATHS = ("/health", "/ping", "/")
-"""Paths that need no key."""
+"""Paths that need no API key."""
 DRAINED_BYTES = 64 * 2**20
 DRAINED_SECONDS = 5.0
-"""Limits of reading a rejected body; a client that sends more may get a reset instead of a response."""
+"""Limits on draining a rejected body, in bytes and seconds. A client that sends more may see a connection reset instead
+of the response."""
 
 REQUEST_ID = b"x-request-id"
-"""Header with the id of a request, which there always is."""
+"""Header with the request id; `with_request_ids` adds it to every request."""
 ALLOWED_ID = re.compile(rb"[\w.:-]{1,128}")
-"""Ids in headers that may stand in a log."""
+"""Pattern of header ids that are safe in logs."""
 
 _ORIGIN = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 
 
 def refusal(error: ApiError, **headers: str) -> JSONResponse:
-    """Response of an error."""
+    """Return the response for an error."""
     return JSONResponse(error.body, error.status, {**headers, **error.headers})
 
 
 AMBIGUOUS = refusal(
-    ApiError(400, "the request has a content-length and a transfer-encoding; send one of them"), connection="close"
+    ApiError(400, "the request has a content-length and a transfer-encoding; send only one of them"),
+    connection="close",
 )
 
 
 def with_plain_targets(app: ASGIApp) -> ASGIApp:
-    """Accept requests whose target is an absolute URI, as clients of proxies write it (RFC 9112, 3.2.2).
+    """Accept requests whose target is an absolute URI, which clients of proxies send (RFC 9112, 3.2.2).
 
-    A slash at the end of a path is removed: clients that join addresses leave one, and not all follow a redirect.
+    A trailing slash is removed from the path. Clients that concatenate URLs often produce one, and not all of them
+    follow redirects.
     """
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (origin := _ORIGIN.match(scope["raw_path"])) is not None:
             path = scope["raw_path"][origin.end() :] or b"/"
-            host = (b"host", origin[0].partition(b"//")[2])  # which counts, whatever the header says
+            host = (b"host", origin[0].partition(b"//")[2])  # takes precedence over the header
             headers = [*(one for one in scope["headers"] if one[0] != b"host"), host]
             scope = {**scope, "path": unquote(path.decode("ascii")), "raw_path": path, "headers": headers}
         if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
@@ -62,7 +65,7 @@ def with_plain_targets(app: ASGIApp) -> ASGIApp:
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Give every request an id, unless it has an ``x-request-id``, and return the id in a header of every response."""
+    """Give every request an id unless it has an ``x-request-id``, and return the id in a header of every response."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,10 +86,10 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 def with_api_keys(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
-    """Refuse requests without a valid key. Every key is compared, in constant time.
+    """Refuse requests without a valid API key. Every key is compared, in constant time.
 
     Args:
-      keys: at least one.
+      keys: valid keys, at least one.
     """
     digests = [sha256(key.encode()).digest() for key in keys]
 
@@ -104,23 +107,23 @@ def with_api_keys(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
 
 
 def with_local_hosts(app: ASGIApp, host: str) -> ASGIApp:
-    """Refuse requests to a loopback address under the name of another host.
+    """Refuse requests to a loopback address that name another host.
 
-    A page of the web can have its own name resolved to 127.0.0.1 (DNS rebinding). Its browser then lets it read the
-    responses of the server, since the origin stays the same, and sends that name as the host.
+    A web page can have its own host name resolved to 127.0.0.1 (DNS rebinding). The browser then lets the page read the
+    responses of this server, because the origin stays the same, but it sends the page's name in the header Host.
 
     Args:
-      host: name or address that the server listens on; it resolves to a loopback address.
+      host: host name or address that the server listens on; it resolves to a loopback address.
     """
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
-        for name in filter(None, map(_host_of, given)):  # programs may send none, browsers always do
+        for name in filter(None, map(_host_of, given)):  # only browsers matter, and they always send a host
             if name != host.lower() and not is_loopback(name):
                 error = ApiError(
                     403,
-                    f"the host is {shown(name)}, and without a key this server answers to localhost and loopback "
-                    "addresses; ask for one of these, or start it with --api-key",
+                    f"the request names the host {shown(name)}, but without an API key this server accepts only "
+                    "localhost and loopback addresses; use one of these, or start the server with --api-key",
                     code="foreign_host",
                 )
                 await refusal(error)(scope, receive, send)
@@ -131,13 +134,13 @@ def with_local_hosts(app: ASGIApp, host: str) -> ASGIApp:
 
 
 def _host_of(header: str) -> str:
-    """The name or address of a header, without its port."""
+    """Return the host name or address in a Host header, without the port."""
     text = header.strip().lower().rpartition("@")[2]
     return text[1 : text.find("]")] if text.startswith("[") else text.partition(":")[0].rstrip(".")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is of this machine alone."""
+    """Whether a host name or address refers to this machine only."""
     if host.lower() == "localhost":
         return True
     try:
@@ -147,11 +150,11 @@ def is_loopback(host: str) -> bool:
 
 
 def with_drained_bodies(app: ASGIApp) -> ASGIApp:
-    """Read and discard the rest of a body before a response begins.
+    """Read and discard the rest of a request body before a response begins.
 
-    A connection that is closed around bytes which nobody has read is reset, and the reset overtakes the response, so a
-    client that writes all of its body first would never learn why it was refused. A request whose length is given in
-    two ways is refused, and its connection closed: a proxy may see another request where it ends (RFC 9112, 6.1).
+    If a connection is closed while received bytes are unread, TCP resets it, and the reset can overtake the response. A
+    client that first writes its whole body would then never see why it was refused. A request that gives its length in
+    two ways is refused and its connection closed, because a proxy may disagree about where it ends (RFC 9112, 6.1).
     """
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,7 +166,7 @@ def with_drained_bodies(app: ASGIApp) -> ASGIApp:
         async def noting() -> Message:
             nonlocal is_whole
             message = await receive()
-            is_whole = not message.get("more_body", False)  # also where the client has left
+            is_whole = not message.get("more_body", False)  # also true after a disconnect
             return message
 
         async def draining(message: Message) -> None:
@@ -185,7 +188,7 @@ def _has_two_ends(scope: Scope) -> bool:
 
 
 def _comes_with_a_body(scope: Scope) -> bool:
-    """Whether one is on its way: a client that waits for "100 Continue" sends nothing before it has an answer."""
+    """Whether a body is on its way. A client that waits for "100 Continue" sends none before the response."""
     headers = dict(scope["headers"])
     announced = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
     return announced and headers.get(b"expect", b"").lower() != b"100-continue"

@@ -1,4 +1,4 @@
-"""Figures of a server for Prometheus, under its own names and, as aliases, under vLLM's; and of a cluster."""
+"""Prometheus metrics of a server, under foredraft's names and as aliases under vLLM's, and of a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foredraft.llm import LLM
 from foredraft.serve.queued_request import QueuedRequest
 
 OWN, ALIAS = "foredraft:", "vllm:"
-OF_VLLM = frozenset(
+VLLM_FAMILIES = frozenset(
     f"{OWN}{name}"
     for name in (
         "num_requests_running",
@@ -39,17 +39,17 @@ OF_VLLM = frozenset(
         "spec_decode_num_accepted_tokens_per_pos",
     )
 )
-"""Families that vLLM has too, by the same names, which dashboards ask for."""
+"""Metric families that vLLM has under the same names. They are exported again with vLLM's prefix for its dashboards."""
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG = (0.005, 0.025, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 
 
 class Metrics(Collector):
-    """Counters of a server with one engine process. One thread counts; any thread may read.
+    """Metrics of a server with one engine process. One thread updates them; any thread may read them.
 
     Args:
-      model: label of all samples.
+      model: value of the label ``model_name`` of all samples.
     """
 
     def __init__(self, model: str) -> None:
@@ -57,47 +57,51 @@ class Metrics(Collector):
         self._model = model
         self._llms: dict[str, LLM] = {}
         self._last: dict[tuple[QueuedRequest, int, int], float] = {}
-        self.running = self._gauge("num_requests_running", "Rows that are in the cache.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that no step has touched yet.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts of requests that have started.")
-        self.generated = self._counter("generation_tokens", "Tokens that were generated.")
+        self.running = self._gauge("num_requests_running", "Rows in the cache.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests waiting for their first step.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have started.")
+        self.generated = self._counter("generation_tokens", "Generated tokens.")
         self.rejected = self._counter("admission_rejections", "Requests refused because the queue was full.")
-        self.cached = self._counter("prefix_cache_hits", "Tokens of prompts that were taken over from earlier ones.")
-        self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for.")
-        self.drafts = self._counter("spec_decode_num_drafts", "Steps of rows that verified a draft.")
+        self.cached = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Drafts verified, one per row and step.")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._by_place = self._labelled(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the draft.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft.", "position"
         )
-        self._drafted_by = self._labelled("spec_decode_drafter_draft_tokens", "Verified tokens by drafter.", "drafter")
+        self._drafted_by = self._labelled(
+            "spec_decode_drafter_draft_tokens", "Verified draft tokens by drafter.", "drafter"
+        )
         self._accepted_by = self._labelled(
-            "spec_decode_drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter"
+            "spec_decode_drafter_accepted_tokens", "Accepted draft tokens by drafter.", "drafter"
         )
-        self._ends = self._labelled("request_success", "Texts that have ended, by reason.", "finished_reason")
-        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SHORT)
+        self._ends = self._labelled("request_success", "Finished rows by finish reason.", "finished_reason")
+        self._first = self._histogram("time_to_first_token_seconds", "Time from arrival to the first token.", SHORT)
         self._between = self._histogram(
-            "inter_token_latency_seconds", "Between steps that brought a text tokens.", SHORT
+            "inter_token_latency_seconds", "Time between two steps that emitted tokens of a row.", SHORT
         )
-        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", LONG)
-        self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", LONG)
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "Time from arrival to the end of the request.", LONG
+        )
+        self._queue = self._histogram("request_queue_time_seconds", "Time from arrival to the first step.", LONG)
 
     def watch(self, llms: Sequence[LLM]) -> None:
-        """Include figures of these engines, by method; they are read with every page."""
+        """Include the metrics of these engines, labelled by method; they are read on every scrape."""
         for llm in llms:
             title = llm.speculative_config.title
             self._llms[f"{title} {len(self._llms)}" if title in self._llms else title] = llm
 
     def page(self) -> bytes:
-        """All samples in the text format of Prometheus."""
+        """All samples in the Prometheus text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """All families, and those that vLLM has again under its prefix."""
+        """Yield all families, and those that vLLM has a second time under its prefix."""
         families = [*self.registry.collect(), *self._engines()]
         yield from families
         for family in families:
-            if family.name in OF_VLLM:
+            if family.name in VLLM_FAMILIES:
                 alias = copy(family)
                 alias.name = family.name.replace(OWN, ALIAS, 1)
                 alias.samples = [sample._replace(name=sample.name.replace(OWN, ALIAS, 1)) for sample in family.samples]
@@ -105,28 +109,28 @@ class Metrics(Collector):
 
     def _engines(self) -> Iterator[Metric]:
         found = {title: _figures(llm) for title, llm in self._llms.items()}
-        for kind, name, text in OF_ENGINES:
+        for kind, name, text in ENGINE_FAMILIES:
             family = kind(OWN + name, text, labels=["model_name", "method"])
             for title, figures in found.items():
                 if (value := figures.get(name)) is not None:
                     family.add_metric([self._model, title], value)
             yield family
 
-    # -- by the thread of the engine -------------------------------------------------------------------------------
+    # -- called in the engine thread -------------------------------------------------------------------------------
 
     def load(self, num_running: int, num_waiting: int) -> None:
-        """Rows that run and requests that wait at present."""
+        """Set the numbers of running rows and waiting requests."""
         self.running.set(num_running)
         self.waiting.set(num_waiting)
 
     def started(self, ticket: QueuedRequest) -> None:
-        """A step has touched a request."""
+        """Count a request whose first step has run."""
         self._queue.observe(perf_counter() - ticket.arrived)
         self.prompt_tokens.inc(ticket.num_prompt_tokens)
         self.queries.inc(ticket.num_prompt_tokens)
 
     def emitted(self, ticket: QueuedRequest, news: Sequence[StreamOutput]) -> None:
-        """Steps have brought a request tokens."""
+        """Count the tokens of a request and record its latencies."""
         now = perf_counter()
         for delta in news:
             row = ticket, delta.prompt_index, delta.index
@@ -141,7 +145,7 @@ class Metrics(Collector):
                 del self._last[row]
 
     def ended(self, ticket: QueuedRequest, has_failed: bool) -> None:
-        """A request is over."""
+        """Count a finished request and its speculation statistics."""
         assert ticket.stream is not None
         for row in [row for row in self._last if row[0] is ticket]:
             del self._last[row]
@@ -177,23 +181,23 @@ class Metrics(Collector):
 
 
 RATIO, COUNT = GaugeMetricFamily, CounterMetricFamily
-OF_ENGINES: tuple[tuple[Any, str, str], ...] = (
-    (RATIO, "governor_estimated_speedup", "Speed so far by that of plain decoding, by estimate."),
-    (COUNT, "governor_steps", "Steps that a governor has seen."),
-    (COUNT, "governor_drafted_steps", "Of these, steps that verified a draft."),
-    (COUNT, "governor_seconds", "Time of these steps."),
-    (COUNT, "governor_plain_seconds", "Time that plain decoding would have taken for their tokens, by estimate."),
-    (RATIO, "kv_cache_bytes", "Keys and values that are allocated, drafters' included."),
-    (RATIO, "kv_cache_planned_bytes", "Those that may be allocated (max_kv_bytes)."),
-    (RATIO, "kv_cache_usage_perc", "Share of the plan that rows take; 1 is all of it."),
-    (RATIO, "prefix_cache_bytes", "Keys and values left for later prompts, all methods together."),
-    (COUNT, "num_preemptions", "Rows that left the cache for a while."),
+ENGINE_FAMILIES: tuple[tuple[Any, str, str], ...] = (
+    (RATIO, "governor_estimated_speedup", "Estimated speed so far relative to plain decoding."),
+    (COUNT, "governor_steps", "Steps measured by the governor."),
+    (COUNT, "governor_drafted_steps", "Steps measured by the governor that verified a draft."),
+    (COUNT, "governor_seconds", "Time of the steps measured by the governor."),
+    (COUNT, "governor_plain_seconds", "Estimated time of plain decoding for the tokens of these steps."),
+    (RATIO, "kv_cache_bytes", "Allocated keys and values, drafters' included."),
+    (RATIO, "kv_cache_planned_bytes", "Limit of the keys and values (max_kv_bytes)."),
+    (RATIO, "kv_cache_usage_perc", "Fraction of the limit that rows use, from 0 to 1."),
+    (RATIO, "prefix_cache_bytes", "Keys and values of cached prefixes, all methods together."),
+    (COUNT, "num_preemptions", "Preemptions: rows that were removed from the cache and resumed later."),
 )
-"""Families of estimates of governors and of memory: kind, name and text."""
+"""Metric families for governor estimates and memory: kind, name and description."""
 
 
 def _figures(llm: LLM) -> dict[str, float | None]:
-    """Values of `OF_ENGINES` for one engine, by name; None or missing where there is none."""
+    """Values of `ENGINE_FAMILIES` for one engine, by name; None or absent if unavailable."""
     totals, memory = llm.governed, llm.memory
     found: dict[str, float | None] = {
         "kv_cache_bytes": memory.allocated_bytes,
@@ -217,11 +221,11 @@ REPLICA = "replica"
 
 
 class ClusterMetrics(Collector):
-    """Counters of an ingress, together with the pages of its replicas.
+    """Metrics of an ingress, together with those of its replicas.
 
     Args:
-      model: label of the ingress's own samples.
-      pages: returns the newest page of every replica, by the replica's name.
+      model: value of the label ``model_name`` of the ingress's own samples.
+      pages: function that returns the newest metrics page of every replica, by replica name.
     """
 
     def __init__(self, model: str, pages: Callable[[], Mapping[str, bytes]] = dict) -> None:
@@ -232,11 +236,11 @@ class ClusterMetrics(Collector):
         def counter(name: str, text: str) -> Any:
             return Counter(OWN + name, text, label, registry=self._registry).labels(model)
 
-        self.rejected = counter("ingress_rejections", "Requests refused because too many waited for a replica.")
-        self.failovers = counter("failovers", "Requests that went on elsewhere because their replica was lost.")
+        self.rejected = counter("ingress_rejections", "Requests refused because too many were waiting for a replica.")
+        self.failovers = counter("failovers", "Requests continued on another replica because theirs was lost.")
         pause = Histogram(
             OWN + "failover_pause_seconds",
-            "From the last token of a lost replica to the first of the next.",
+            "Time from the last token of a lost replica to the first token of the next.",
             label,
             buckets=LONG,
             registry=self._registry,
@@ -244,11 +248,12 @@ class ClusterMetrics(Collector):
         self.pause = pause.labels(model)
 
     def page(self) -> bytes:
-        """All samples in the text format of Prometheus."""
+        """All samples in the Prometheus text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The ingress's own families, and those of all replicas joined, each sample with the name of its replica."""
+        """Yield the ingress's own families and the merged families of all replicas, with a replica label on each
+        sample."""
         yield from self._registry.collect()
         families: dict[str, Metric] = {}
         for replica, page in sorted(self._pages().items()):

@@ -1,4 +1,4 @@
-"""State of one request in whatever decodes it, and delivery of its output."""
+"""State of one request in a backend, and delivery of its output to the event loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ News: TypeAlias = "list[StreamOutput] | Exception | None"
 
 
 def check_tokens(waiting: Sequence[QueuedRequest], num_prompt_tokens: int, max_tokens: int | None) -> None:
-    """Raises: ApiError (429) where prompts of as many tokens wait as may."""
+    """Refuse a request when the prompts in the queue have too many tokens.
+
+    Raises: ApiError (429) if the limit is exceeded and other requests are waiting.
+    """
     num_tokens = sum(ticket.num_prompt_tokens for ticket in waiting)
     if max_tokens is not None and waiting and num_tokens + num_prompt_tokens > max_tokens:
-        message = f"prompts of {num_tokens} tokens are waiting, and {max_tokens} may; try again"
+        message = f"the queue is full: prompts with {num_tokens} tokens are waiting, and the limit is {max_tokens}; "
+        message += "try again later"
         raise ApiError(429, message, None, "queue_full")
 
 
@@ -29,12 +33,14 @@ class QueuedRequest:
     """Request in a backend, which delivers its output step by step.
 
     Args:
-      llm, prompts, params: model, prompts with token ids, and parameters of each prompt.
+      llm: model and drafting method.
+      prompts: prompts with token ids.
+      params: sampling parameters of each prompt.
 
     Attributes:
-      wants_news: whether the client gets the output of single steps, or the results at the end.
-      wants_trees: whether the client gets drafts.
-      notes: further fields of the answer.
+      wants_news: whether output is delivered after every step; otherwise only the results are, at the end.
+      wants_trees: whether the output contains the draft trees.
+      notes: additional fields of the response.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[dict[str, Any]], params: Sequence[SamplingParams]) -> None:
@@ -51,17 +57,18 @@ class QueuedRequest:
         self._news: asyncio.Queue[News] = asyncio.Queue()
 
     def deliver(self, news: News) -> None:
-        """Hand on what has come, from the thread of the engine."""
+        """Deliver output; called from the engine thread."""
         deliver_all([(self, news)])
 
     def wake(self) -> None:
-        """Let who waits look around, from the event loop: it gets nothing new."""
+        """Wake the waiting task without new output; called from the event loop."""
         self._news.put_nowait([])
 
     async def news(self) -> list[StreamOutput] | None:
-        """Wait for what the next steps bring, nothing at first: the engine has taken the request in. None at the end.
+        """Wait for the output of the next steps. The first item is empty and means that the engine has accepted the
+        request; None marks the end.
 
-        Raises: what is wrong with the request, or has ended it.
+        Raises: the error that ended the request, or with which the engine refused it.
         """
         news = await self._news.get()
         if isinstance(news, Exception):
@@ -69,15 +76,15 @@ class QueuedRequest:
         return news
 
     def outputs(self) -> list[RequestOutput]:
-        """The results, once the request has ended."""
+        """Return the results of a finished request."""
         assert self.stream is not None
         return self.stream.outputs()
 
 
 def deliver_all(came: Sequence[tuple[QueuedRequest, News]]) -> None:
-    """Hand on what has come for requests of one event loop, from the thread of the engine, and wake it once."""
+    """Deliver output for several requests of one event loop from the engine thread, and wake the loop once."""
     if came:
-        with suppress(RuntimeError):  # the loop has ended, and who waited with it
+        with suppress(RuntimeError):  # the loop has been closed, together with the waiting tasks
             came[0][0]._loop.call_soon_threadsafe(_put_all, came)
 
 

@@ -1,4 +1,4 @@
-"""``/v1/responses``: what it asks for, its text and calls of functions, over the path of chat."""
+"""``/v1/responses``: parsing of requests and format of responses, on top of the chat endpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from foredraft.config.foreign import Foreign
 from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.serve.asking import ParsedRequest
-from foredraft.serve.chat import KNOWN as OF_CHAT
+from foredraft.serve.chat import KNOWN as CHAT_FIELDS
 from foredraft.serve.chat import read_conversation, read_messages
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import SAMPLING, Fields, wrong_field
@@ -37,39 +37,47 @@ PASSED_ON = (SAMPLING - {"max_tokens", "prompt_logprobs", "logprob_token_ids"}) 
     "chat_template_kwargs",
     "parallel_tool_calls",
 }
-"""Fields that mean what they mean in chat."""
+"""Fields with the same meaning as in chat."""
 KNOWN = PASSED_ON | {
     "input", "instructions", "max_output_tokens", "metadata", "text", "reasoning", "tools", "tool_choice",
 }  # fmt: skip
 
-_KEEPS_NOTHING = "the server keeps no answers; send the whole conversation as input"
+_KEEPS_NOTHING = "the server stores no responses; send the whole conversation as input"
 REFUSED = {
-    **{name: Foreign("it is not a field of /v1/responses; use /v1/chat/completions") for name in OF_CHAT - KNOWN},
-    "n": Foreign("a response has one text; use /v1/chat/completions", (None, 1)),
+    **{name: Foreign("it is not a field of /v1/responses; use /v1/chat/completions") for name in CHAT_FIELDS - KNOWN},
+    "n": Foreign("a response has one sample; use /v1/chat/completions for several", (None, 1)),
     "messages": Foreign("use input"),
     "max_tokens": Foreign("use max_output_tokens"),
     "max_completion_tokens": Foreign("use max_output_tokens"),
     "response_format": Foreign("use text.format"),
-    "stream_options": Foreign("usage comes with the last event; leave it out", (None, {"include_obfuscation": False})),
-    "max_tool_calls": Foreign("the server calls nothing; leave it out"),
+    "stream_options": Foreign(
+        "the last event always contains the usage; leave it out", (None, {"include_obfuscation": False})
+    ),
+    "max_tool_calls": Foreign("the server itself runs no tools; leave it out"),
     "previous_response_id": Foreign(_KEEPS_NOTHING),
     "conversation": Foreign(_KEEPS_NOTHING),
-    "background": Foreign("answers come with their request; leave it out", (None, False)),
-    "include": Foreign("a response holds its text alone; leave it out", (None, [], ["reasoning.encrypted_content"])),
-    "top_logprobs": Foreign("log-probabilities are told in /v1/chat/completions", (None, 0)),
-    "prompt": Foreign("templates of prompts are not kept; write the text into input"),
-    "truncation": Foreign("prompts are used whole or refused; shorten the input", (None, "disabled")),
+    "background": Foreign("the server runs no background jobs; leave it out", (None, False)),
+    "include": Foreign(
+        "a response has no additional output; leave it out", (None, [], ["reasoning.encrypted_content"])
+    ),
+    "top_logprobs": Foreign("log-probabilities are available only in /v1/chat/completions; use it", (None, 0)),
+    "prompt": Foreign("the server stores no prompt templates; write the text into input"),
+    "truncation": Foreign(
+        "input that is too long is refused; shorten it or use truncate_prompt_tokens", (None, "disabled")
+    ),
 }
-"""Fields of the API, and of chat, without a counterpart here: why, and what to do instead."""
+"""Fields of the Responses API and of chat that are not supported, with the reason and the remedy."""
 
 MOST_METADATA = 16
-OF_FUNCTIONS = ("name", "description", "parameters", "strict")
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 ITEMS = "'message', 'function_call' or 'function_call_output'"
 
 
 def read_response(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, ResponseForm]:
-    """Writes and reads the prompt, which takes time: not to be called in the event loop.
+    """Parse the body of a request. It renders and tokenizes the prompt, which is slow, so it must not be called in the
+    event loop.
 
+    Returns: the request and the format of its response.
     Raises: ApiError, PromptError.
     """
     given = Fields(body, KNOWN, REFUSED)
@@ -85,13 +93,13 @@ def read_response(body: dict[str, Any], served: Served, settings: ServerSettings
     asking, offered = read_conversation(chat, served, settings)
     told = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
     told |= {"text": {"format": given.mapping("text").get("format", TEXT)}, "tool_choice": choice or "auto"}
-    told |= {"tools": [{"type": "function", **dict.fromkeys(OF_FUNCTIONS), **tool} for tool in tools]}
+    told |= {"tools": [{"type": "function", **dict.fromkeys(FUNCTION_FIELDS), **tool} for tool in tools]}
     told |= {"parallel_tool_calls": bool(tools) and given.flag("parallel_tool_calls", True)}
     return asking, ResponseForm(asking, served, offered, told)
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    """Functions that may be called, as chat has them."""
+    """Functions that the model may call, in the form of the chat endpoint."""
     if given is None:
         return []
     if not isinstance(given, list):
@@ -99,12 +107,13 @@ def _tools(given: Any) -> list[dict[str, Any]]:
     for place, tool in enumerate(given):
         refuse_custom(tool, f"tools[{place}]")
         if not isinstance(tool, dict) or tool.get("type") != "function":
-            wrong_field(f"tools[{place}]", tool, "{type: 'function', name: ...}: the server runs no tools of its own")
-    return [{name: tool[name] for name in OF_FUNCTIONS if tool.get(name) is not None} for tool in given]
+            what = "{type: 'function', name: ...}, because the server runs no built-in tools"
+            wrong_field(f"tools[{place}]", tool, what)
+    return [{name: tool[name] for name in FUNCTION_FIELDS if tool.get(name) is not None} for tool in given]
 
 
 def _choice(choice: Any) -> Any:
-    """``tool_choice`` as chat has it, which nests what is named."""
+    """``tool_choice`` in the form of the chat endpoint, which nests the function name."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
@@ -113,7 +122,7 @@ def _choice(choice: Any) -> Any:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """A conversation as chat has it, from text or from items that are messages."""
+    """Convert the input, text or a list of items, to messages of the chat endpoint."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -121,7 +130,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for place, item in enumerate(given):
         message = _message(item, f"input[{place}]")
-        if "tool_calls" in message and messages and messages[-1]["role"] == "assistant":  # calls of one answer
+        if "tool_calls" in message and messages and messages[-1]["role"] == "assistant":  # calls of one response
             messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             messages.append(message)
@@ -129,7 +138,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
-    """An item of a conversation as a message of chat."""
+    """Convert one input item to a message of the chat endpoint."""
     if not isinstance(item, dict):
         wrong_field(where, item, "a message with role and content")
     kind = item.get("type", "message")
@@ -146,7 +155,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 def _told(item: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(value := item.get(name), str):
-        wrong_field(f"{where}.{name}", value, "a text")
+        wrong_field(f"{where}.{name}", value, "a string")
     return value
 
 
@@ -158,31 +167,32 @@ def _metadata(given: Fields) -> dict[str, str]:
 
 
 def _effort(given: Fields) -> Any:
-    """``reasoning.effort``, for templates that have one; nothing else of it means anything here."""
+    """Value of ``reasoning.effort``, for templates that use it. All other fields of ``reasoning`` are ignored."""
     return given.mapping("reasoning").get("effort")
 
 
 def _format(given: Fields) -> dict[str, Any] | None:
-    """``text.format`` as chat's ``response_format``."""
+    """Convert ``text.format`` to the ``response_format`` of the chat endpoint."""
     text = Fields(given.mapping("text"), {"format", "verbosity"}, {})
     form = text.mapping("format")
     if text.unknown:
-        raise ApiError(400, f"text has no {text.unknown[0][:40]!r}; it has format", "text", "unknown_field")
+        message = f"text has no field {text.unknown[0][:40]!r}; its fields are format and verbosity"
+        raise ApiError(400, message, "text", "unknown_field")
     if form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": form}
     return form or None
 
 
 TEXT = {"type": "text"}
-"""The form of texts that have none."""
+"""Default of ``text.format``."""
 
 
 class ResponseForm(ResponseFormat):
-    """Shape of the answers of ``/v1/responses``: what one text says, and the calls in it.
+    """Response format of ``/v1/responses``: the text of one row and its function calls, as items.
 
     Args:
-      tools: that the model may call, or must.
-      told: fields of the request that its answer repeats.
+      tools: tools of the request.
+      told: fields of the request that the response repeats.
     """
 
     def __init__(self, asking: ParsedRequest, served: Served, tools: Tools, told: dict[str, Any]) -> None:
@@ -190,8 +200,8 @@ class ResponseForm(ResponseFormat):
         self._reader = tools.reader()
         self._num_events = 0
         self._reason, self._seed = "", 0
-        self._items: list[dict[str, Any]] = []  # that have come to their end
-        self._item: dict[str, Any] | None = None  # that is being said
+        self._items: list[dict[str, Any]] = []  # finished items
+        self._item: dict[str, Any] | None = None  # item that is being generated
         self._response = {
             "id": f"resp_{asking.request_id}",
             "object": "response",
@@ -222,7 +232,7 @@ class ResponseForm(ResponseFormat):
         return events
 
     def _take(self, piece: str, is_last: bool) -> list[bytes]:
-        """Events for a piece of the text."""
+        """Events for a piece of the output."""
         events = []
         for part in self._reader.read(piece, is_last) if self._reader else [piece] * bool(piece):
             events += self._take_text(part) if isinstance(part, str) else self._take_call(part)
@@ -247,7 +257,7 @@ class ResponseForm(ResponseFormat):
         return events
 
     def _begin(self, item: dict[str, Any]) -> list[bytes]:
-        """Events for an item that begins."""
+        """Events for the start of an item."""
         self._item = item
         if item["type"] != "message":
             return [self._event("response.output_item.added", output_index=len(self._items), item=item)]
@@ -255,7 +265,7 @@ class ResponseForm(ResponseFormat):
         return [added, self._event("response.content_part.added", **self._part_place, part=item["content"][0])]
 
     def _end(self, status: str) -> list[bytes]:
-        """Events for the end of the item that is being said, if one is."""
+        """Events for the end of the open item; empty if none is open."""
         item = self._item
         if item is None:
             return []
@@ -281,7 +291,7 @@ class ResponseForm(ResponseFormat):
     def failure(self, error: ApiError) -> list[bytes]:
         told = error.body["error"]
         self._items = []
-        kind = "server_error" if error.status >= 500 else "invalid_prompt"  # what the API has of these
+        kind = "server_error" if error.status >= 500 else "invalid_prompt"  # the only two codes of the API that fit
         failed = self._responded("failed", None) | {"error": {"code": kind, "message": told["message"]}}
         said = {"code": str(told["code"]), "message": told["message"], "param": told["param"]}
         return [self._event("error", **said), self._event("response.failed", response=failed)]
@@ -298,7 +308,7 @@ class ResponseForm(ResponseFormat):
         return "completed" if self._reason == "stop" else "incomplete"
 
     def _end_all(self) -> list[bytes]:
-        """Events for the end of the last item; an answer without a word has an empty message."""
+        """Events for the end of the last item. An empty response has one empty message."""
         events = [] if self._items or self._item else self._begin(_new_message())
         return events + self._end(self._status)
 
@@ -336,7 +346,7 @@ def _new_call(call_id: str, name: str) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Chat's usage in the words of responses."""
+    """Convert the usage of the chat endpoint to that of ``/v1/responses``."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},

@@ -1,4 +1,4 @@
-"""Served models: one model under several names, each with its way of drafting."""
+"""Served models: one model under several names, each with its own drafting method."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from foredraft.serve.tokens import characters_per_token, encode
 logger = logging.getLogger("foredraft")
 
 WARM_PROMPT, WARM_TOKENS = MOST_NODES + 16, 24
-"""Tokens of the prompt and of the texts that are generated before the server says it is ready, in two rows, so that all
-is compiled: the layers of prompts of more tokens than a step has nodes, too."""
+"""Number of tokens in the warm-up prompt and in each of its two outputs. The prompt has more tokens than a step has
+nodes, so that the kernels for long prompts are compiled too."""
 
 
 class Served:
-    """Model in memory, and the ways of drafting that requests may choose from.
+    """Model in memory and the drafting methods that requests may choose.
 
     Args:
-      llms: `LLM` objects over one target, by name; the first is the default.
-      aliases: further names of the default.
+      llms: `LLM` objects that share one target, by name; the first is the default.
+      aliases: additional names of the default.
     """
 
     def __init__(self, llms: Mapping[str, LLM], aliases: tuple[str, ...] = ()) -> None:
@@ -53,14 +53,14 @@ class Served:
 
     @property
     def llms(self) -> list[LLM]:
-        """`LLM` objects, one for each way of drafting."""
+        """`LLM` objects, one for each drafting method."""
         return list(dict.fromkeys(self.names.values()))
 
     @property
     def tokenizer(self) -> Any:
         """Tokenizer of the model.
 
-        Raises: ApiError where it has none.
+        Raises: ApiError if the model has no tokenizer.
         """
         if self.llm.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; send token ids to /v1/completions", code="no_tokenizer")
@@ -68,27 +68,27 @@ class Served:
 
     @property
     def max_model_len(self) -> int | None:
-        """Limit of prompt and output together; None where the model knows none."""
+        """Maximum number of tokens in prompt and output together; None if the model sets no limit."""
         limits = [self.llm.engine_config.max_model_len, self.llm.model_info.context_length]
         return min((limit for limit in limits if limit is not None), default=None)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of tokens that may be generated."""
+        """Number of token ids that the model can generate."""
         return self.llm.target.vocab_size
 
     @cached_property
     def num_embeddings(self) -> int:
-        """Number of tokens that a prompt may have."""
+        """Number of token ids that a prompt may contain."""
         return self.llm.target.num_embeddings
 
     def encode(self, text: str, add_special_tokens: bool, *, is_cut: bool = False) -> list[int]:
-        """Token ids of a prompt.
+        """Tokenize a prompt.
 
         Args:
-          is_cut: whether it is cut where it is too long.
+          is_cut: whether a prompt that is too long will be truncated instead of refused.
 
-        Raises: ApiError for one that cannot fit, or without a tokenizer; PromptError for half a surrogate pair.
+        Raises: ApiError if the text is too long or the model has no tokenizer; PromptError for an unpaired surrogate.
         """
         tokenizer = self.tokenizer
         if not is_cut:
@@ -96,31 +96,35 @@ class Served:
         return encode(tokenizer, text, add_special_tokens)
 
     def check_length(self, text: str, name: str) -> None:
-        """Raises: ApiError for a text that cannot fit, whatever its tokens: it is not read at all."""
+        """Refuse a text that is too long for the context whatever its tokens are, before it is tokenized.
+
+        Raises: ApiError.
+        """
         most = self._most_characters
         if most is not None and len(text) > most:
-            message = f"This model's maximum context length is {self.max_model_len} tokens, which are at most {most} "
-            message += f"characters, and the {name} has {len(text)}; shorten it"
+            message = f"This model's maximum context length is {self.max_model_len} tokens, or at most {most} "
+            message += f"characters, and the {name} has {len(text)} characters; shorten it"
             raise ApiError(400, message, name, "context_length_exceeded")
 
     @cached_property
     def _most_characters(self) -> int | None:
-        """Number of characters of the longest text that may fit; None where that is unknown."""
+        """Maximum number of characters in a text that may fit the context; None if it is unknown."""
         each, limit = characters_per_token(self.llm.tokenizer), self.max_model_len
         return None if each is None or limit is None else each * limit
 
     def choose(self, model: str, speculative: Any) -> tuple[LLM, int | None]:
-        """The LLM that a request asks for, and its limit for drafts, None for the LLM's own.
+        """Return the `LLM` for a request and its limit on draft tokens; the limit is None for that of the `LLM`.
 
         Args:
-          model: a served name; empty for the default.
-          speculative: false; a served name or a method that the server holds; an object with num_speculative_tokens
-            and method; true or None for what the name stands for.
+          model: served name; empty for the default.
+          speculative: false for plain decoding; a served name or a method of this server; an object with
+            num_speculative_tokens and method; true or None for the method of the served name.
 
-        Raises: ApiError for a name that is not served (404), or a method that the server does not hold.
+        Raises: ApiError (404) for a name that is not served; ApiError (400) for a method that this server does not
+          have.
         """
         if model and model not in self.names:
-            message = f"the model {shown(model)} does not exist; served are {', '.join(self.names)}"
+            message = f"the model {shown(model)} does not exist; the served models are {', '.join(self.names)}"
             raise ApiError(404, message, "model", "model_not_found")
         llm = self.names[model or self.name]
         if speculative is None or isinstance(speculative, bool):
@@ -140,15 +144,15 @@ class Served:
             return llm, 0
         held = {llm.speculative_config.title: llm for llm in self.llms} | self.names
         if not isinstance(method, str) or method not in held:
-            message = f"the server holds no drafter {shown(method)}; it holds {', '.join(held)}"
+            message = f"this server has no drafting method {shown(method)}; it has {', '.join(held)}"
             raise ApiError(400, message, "speculative", "drafter_not_found")
         return held[method], length
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with whatever may change bits of a text.
+        """Hash of everything that may change bits of the output.
 
-        Covers all weights, the config, exactness, the way of running, the kind of processor, and versions.
+        It covers the weights, model config, exactness, execution, CPU type and library versions.
         """
         llm, target = self.llm, self.llm.target
         facts = [
@@ -171,7 +175,8 @@ class Served:
 
     @cached_property
     def weights(self) -> str:
-        """Changes with the weights, their shapes, dtypes and rounding: what one began, another must not continue."""
+        """Hash of the weights, their shapes, dtypes and quantization. Only a replica with the same hash may continue a
+        request."""
         target = self.llm.target
         digest = hashlib.sha256(f"{target.quantization}{target.kv_dtype or ''}".encode())
         for name, weight in target.shadow.named_parameters():
@@ -181,13 +186,13 @@ class Served:
         return digest.hexdigest()[:12]
 
     def warm(self) -> None:
-        """Generate something in every way of drafting, so that the first request finds all compiled.
+        """Generate a few tokens with every drafting method, so that all kernels are compiled before the first request.
 
-        Where llguidance is installed, a grammar is compiled too: with the first one llguidance reads the tokenizer, in
-        one call that keeps all other threads from running.
+        If llguidance is installed, a grammar is compiled too. llguidance reads the tokenizer for its first grammar, in
+        one call that blocks all other threads.
         """
         for llm in self.llms:
-            with suppress(ConfigError):  # which the first request with a grammar is told
+            with suppress(ConfigError):  # the first request with a grammar reports the error
                 llm.prepare(SamplingParams(structured_outputs=StructuredOutputs(choice=["a"])))
         prompt = [token % 4 % self.vocab_size for token in range(1, WARM_PROMPT + 1)]
         params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)
@@ -196,48 +201,48 @@ class Served:
             llm.logs_low_gain = False
             llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
             llm.logs_low_gain = True
-            _ = llm.memory  # asks the drafter for its caches in this thread, between steps
+            _ = llm.memory  # collects the drafter's caches in this thread, between steps
 
 
 KV_PERCENT = 40
-"""Default limit of keys and values, as a percentage of the memory that is free once the model is loaded. Kept prefixes
-take a quarter of it on top, and activations some of the rest."""
+"""Default limit of the keys and values, as a percentage of the memory that is free after the model has been loaded.
+Cached prefixes may take another quarter of the limit, and activations use some of the remaining memory."""
 NO_LIMIT = "none"
 
 
 def with_kv_limit(options: Mapping[str, Any], num_engines: int) -> dict[str, Any]:
-    """Arguments of `LLM` with a limit for keys and values, unless they have one.
+    """Return the arguments of `LLM` with a limit for keys and values, unless the caller has set one.
 
-    A device that does not tell its free memory has none by default.
+    There is no default limit on a device that does not report its free memory.
 
     Args:
-      options: may have "none" as ``max_kv_bytes``, for no limit.
-      num_engines: engines that share the memory; each gets the same part of it.
+      options: arguments of `LLM`; the value "none" of ``max_kv_bytes`` means no limit.
+      num_engines: number of engines that share the memory in equal parts.
     """
     given = options.get("max_kv_bytes")
     if given is not None:
         return {**options, "max_kv_bytes": None if str(given).lower() == NO_LIMIT else given}
     if available_on(choose_device(options.get("device", "auto"))) is None:
         logger.info(
-            "keys and values: no limit, since the device does not tell how much memory is free; max_kv_bytes sets one."
+            "keys and values: no limit, because the device does not report its free memory; set one with max_kv_bytes."
         )
         return dict(options)
     return {**options, "max_kv_bytes": default_share(num_engines)}
 
 
 def default_share(num_engines: int) -> str:
-    """Default limit of each of so many engines, as `EngineConfig.max_kv_bytes` takes it."""
+    """Default limit of each engine when several share the memory, in the format of `EngineConfig.max_kv_bytes`."""
     return f"{KV_PERCENT / num_engines:.3g}%"
 
 
 @dataclass(frozen=True)
 class ServedModels:
-    """Names that requests may ask for, read before any weight is.
+    """Names and drafting methods to serve, checked before the model is loaded.
 
     Args:
-      names: names of the model; answers have the first.
-      draftings: further ways of drafting, by their names.
-      chat_template: in place of the model's own.
+      names: served names of the model; responses contain the first.
+      draftings: additional drafting methods by served name.
+      chat_template: template that replaces the model's own.
     """
 
     names: tuple[str, ...]
@@ -246,25 +251,24 @@ class ServedModels:
 
     @classmethod
     def of(cls, names: Sequence[str], given: Sequence[str] = (), chat_template: str | None = None) -> ServedModels:
-        """Names and ways of drafting that a user gave.
+        """Parse the names and drafting methods that a user gave.
 
         Args:
-          given: ``NAME=METHOD``, or JSON in place of the method.
+          given: entries ``NAME=METHOD`` or ``NAME=JSON``.
 
-        Raises: ConfigError for names that are empty or given twice, a drafting that is not of that form or not valid,
-          and a template that is none.
+        Raises: ConfigError for an empty or repeated name, an invalid drafting method, or an invalid template.
         """
         for place, name in enumerate(names):
             if not name.strip() or name in names[:place]:
-                what = "twice" if name.strip() else "and says nothing"
-                raise ConfigError(f"served_model_name {name!r} is given {what}; give each name once")
+                what = "given twice" if name.strip() else "empty"
+                raise ConfigError(f"served_model_name {name!r} is {what}; give each name once")
         draftings: dict[str, SpeculativeConfig] = {}
         for one in given:
             name, equals, config = one.partition("=")
             if not equals or not name.strip() or not config:
                 raise ConfigError(f"drafting is {one!r}; give NAME=METHOD or NAME=JSON, such as lookup=ngram")
             if name in names or name in draftings:
-                raise ConfigError(f"drafting is {one!r}, and {name!r} is served already; give it another name")
+                raise ConfigError(f"drafting is {one!r}, but the name {name!r} is already served; choose another name")
             try:
                 draftings[name] = SpeculativeConfig.parse(config)
             except ConfigError as error:
@@ -275,18 +279,21 @@ class ServedModels:
 
     @property
     def num_engines(self) -> int:
-        """Engines of one process: one for each way of drafting."""
+        """Number of engines in one process, one for each drafting method."""
         return 1 + len(self.draftings)
 
     def check_files(self) -> None:
-        """Raises: CheckpointError, ConfigError for a file of a drafting that is not on this machine."""
+        """Check that the files of all drafting methods exist.
+
+        Raises: CheckpointError, ConfigError for a file that is not on this machine.
+        """
         for config in self.draftings.values():
             check_parts(config)
 
     def over(self, llm: LLM) -> Served:
-        """Served models over a model in memory.
+        """Return the served models for a model in memory.
 
-        Raises: ConfigError and the like for a drafting that the model does not have.
+        Raises: ConfigError or another error for a drafting method that does not work with the model.
         """
         if self.chat_template is not None and llm.tokenizer is not None:
             llm.tokenizer.chat_template = self.chat_template
@@ -295,8 +302,8 @@ class ServedModels:
 
 
 def _check_template(text: str) -> None:
-    """Raises: ConfigError for a template that cannot be read."""
+    """Raise ConfigError for a template that is not valid Jinja."""
     try:
         renderer().render(text, None)
     except TemplateFailure as error:
-        raise ConfigError(f"chat_template cannot be read: {error}; give a template of Jinja") from None
+        raise ConfigError(f"chat_template cannot be read: {error}; give a valid Jinja template") from None

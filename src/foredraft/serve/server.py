@@ -1,4 +1,4 @@
-"""A server from its start to its end: sockets, the time that requests have to begin, loading, signals, draining."""
+"""HTTP server process: sockets, header timeouts, model loading, signals and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -34,33 +34,35 @@ from foredraft.serve.settings import ServerSettings
 logger = logging.getLogger("foredraft.serve")
 
 GRACE_SECONDS = 5.0
-"""Time for streams to send their errors, and for the current step."""
+"""Time allowed after `ServerSettings.shutdown_timeout` for sending errors to streams and finishing the current step."""
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 QUIET_SECONDS = 60.0
-"""Least time between two warnings that no connection can be accepted."""
+"""Minimum time between two warnings about connections that cannot be accepted."""
 
 FORCED_SECONDS = 1.0
-"""Time for the current step after a second signal."""
+"""Time allowed for the current step after a second signal."""
 HEAD_SECONDS = 20.0
-"""Time limit of receiving the head of a request, from the start of a connection or the end of a response."""
+"""Time limit for receiving the headers of a request, counted from the start of a connection or the end of the previous
+response."""
 
 
 def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> Backend:
-    """Backend with one engine, in this process."""
+    """Return a backend that runs one engine in this process."""
     return Bridge(load, Metrics(name))
 
 
 class Server(uvicorn.Server):
-    """Server of one model. It listens before the model is loaded, and prints a line when it is ready.
+    """Server of one model. It listens before the model is loaded, and prints its address when it is ready.
 
-    After the first signal requests have `ServerSettings.shutdown_timeout` to end; the second signal ends the server.
+    After the first signal, requests have `ServerSettings.shutdown_timeout` seconds to finish. A second signal ends the
+    server at once.
 
     Args:
-      load: loads the served models; called in the thread of the engine.
-      name: name of the model.
-      say: prints the line with the address.
-      make: makes the backend from the function that loads and the name.
+      load: function that loads the served models; called in the engine thread.
+      name: model name.
+      say: function that prints the line with the address.
+      make: factory of the backend; its arguments are the load function and the model name.
       wrap: middleware around the application.
     """
 
@@ -85,25 +87,28 @@ class Server(uvicorn.Server):
         loopback = host if is_loopback(self._socket.getsockname()[0]) else ""
         config = uvicorn.Config(
             with_request_ids(wrap(self.application.build(loopback))),
-            http=TimedHeads,  # over h11, whatever else is installed: it bounds heads of requests, and knows HTTP/1.0
+            http=TimedHeads,  # always based on h11, which limits header sizes and supports HTTP/1.0
             ws="none",
             loop="asyncio",
-            log_level="error",  # what clients do wrong they are told, and no log
+            log_level="error",  # errors of clients are reported in responses, not in the log
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=int(HEAD_SECONDS) + 1,  # `TimedHeads` ends them; 5 s is what clients wait, too
+            # `TimedHeads` closes idle connections first. uvicorn's default of 5 s would race with the usual timeout of
+            # clients, which is also 5 s.
+            timeout_keep_alive=int(HEAD_SECONDS) + 1,
             server_header=False,
             timeout_graceful_shutdown=int(settings.shutdown_timeout + GRACE_SECONDS) + 1,
         )
         super().__init__(config)
 
     def run_until_end(self) -> bool:
-        """Serve until a signal or an error while loading ends it.
+        """Serve until a signal arrives or loading fails.
 
-        Returns: whether nothing computes any more. Where something does, the interpreter cannot end in order: it throws
-        that thread out of compiled code when it asks for the interpreter again, and C++ answers that by an abort.
+        Returns: whether all computation has stopped. If it has not, the caller must end the process without the normal
+          shutdown of the interpreter. That shutdown would unwind the engine thread out of compiled C++ code, and C++
+          would abort the process.
 
-        Raises: what has kept the model from being loaded.
+        Raises: the error that prevented the model from being loaded.
         """
         try:
             with self.capture_signals(), self._hanging_up():
@@ -125,12 +130,12 @@ class Server(uvicorn.Server):
     def _loaded(self) -> list[LLM]:
         served = self._load()
         served.warm()
-        with suppress(OSError, TemplateFailure):  # which the first chat is told
+        with suppress(OSError, TemplateFailure):  # the first chat request reports the error
             renderer().render("", None)
         _ = served.fingerprint
         self.application.served = served
         gc.collect()
-        gc.freeze()  # else every full collection walks all that was loaded, while streams wait
+        gc.freeze()  # otherwise every full collection scans all loaded objects and stalls the streams
         return served.llms
 
     def _when_loaded(self) -> None:
@@ -142,7 +147,7 @@ class Server(uvicorn.Server):
             self._say(f"serving {', '.join(served.names)} at {self.address}/v1 (also a page at {self.address}/)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
+        """Begin a graceful shutdown at the first signal, and force it at the second."""
         if self.should_exit:
             self.force_exit = True
             return
@@ -150,7 +155,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def _hanging_up(self) -> Iterator[None]:
-        """Inside, a terminal that is gone ends the server as a signal does; it sends several, of which none forces."""
+        """Handle SIGHUP like SIGTERM inside the context. A closing terminal sends several, and none of them forces the
+        shutdown."""
         is_heard = hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
         if not is_heard or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             yield
@@ -167,22 +173,23 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop. Without file descriptors it reports thousands of them a second."""
+        """Log an error of the event loop, at a limited rate: without free file descriptors, asyncio reports thousands
+        of errors a second."""
         error = context.get("exception")
         if self.should_exit and self._quiet_until and isinstance(error, ValueError):
-            return  # a try that it has put off, on a socket that is closed by now
+            return  # a postponed accept on a socket that has been closed since
         if not isinstance(error, OSError) or error.errno not in EXHAUSTED:
             loop.default_exception_handler(context)
         elif loop.time() >= self._quiet_until:
             self._quiet_until = loop.time() + QUIET_SECONDS
             logger.warning(
-                "no further connection can be accepted (%s): clients wait until others leave; raise the limit of open "
-                "files (ulimit -n, LimitNOFILE of systemd)",
+                "no further connection can be accepted (%s); new clients wait until other connections close; raise the "
+                "limit on open files (ulimit -n, or LimitNOFILE in systemd)",
                 error.strerror,
             )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests come to their end, and end those that take too long."""
+        """Wait for running requests, and abort those that exceed the shutdown timeout."""
         timer = asyncio.get_running_loop().call_later(
             self._settings.shutdown_timeout, self.bridge.abort_all, stopping()
         )
@@ -193,7 +200,10 @@ class Server(uvicorn.Server):
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Raises: ConfigError where nobody can listen there."""
+    """Return a listening socket.
+
+    Raises: ConfigError if the address or port cannot be used.
+    """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family)
@@ -212,9 +222,10 @@ def _address(host: str, port: int) -> str:
 
 
 class TimedHeads(H11Protocol):
-    """Ends connections on which no request comes, or one byte by byte: uvicorn keeps them for ever.
+    """HTTP protocol that closes connections whose request headers do not arrive in time. uvicorn itself has no such
+    limit.
 
-    The bodies of requests have their own limit, and answers that of their request.
+    Request bodies and responses have limits of their own.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -236,7 +247,7 @@ class TimedHeads(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Limit the time until a request comes, where none runs."""
+        """Start the header timeout if no request is running, and stop it otherwise."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
         elif self._timer is None and not self.transport.is_closing():

@@ -1,4 +1,4 @@
-"""Settings of a server: limits, names, what it tells, and how patient it is with replicas."""
+"""Server settings: limits, names, logging, and failover timeouts for replicas."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits and options of a server, under vLLM's names where vLLM has one.
+    """Limits and options of a server, with vLLM's names where vLLM has the option.
 
     Args:
-      api_keys: any of them opens everything; without one, everything is open.
-      cors_origins: web pages that may call the server from a browser; ``*`` for all of them.
-      max_body_bytes: size limit of a body; larger ones are refused with 413.
-      max_n, max_prompts: samples of a prompt, and prompts of a request, which also bounds all texts of it.
-      max_logprobs: most likely tokens that may be asked for.
-      max_queued_requests, max_queued_tokens: limits of waiting requests and of tokens in their prompts; more are
-        refused with 429. None for no limit.
-      request_timeout: seconds after which a request ends with an error; a request may ask for less.
-      keep_alive: seconds of silence after which a stream sends a comment.
-      shutdown_timeout: seconds that requests have left after the first signal to end.
-      strict_fields: refuse fields that are not known; otherwise a header of the answer names them.
-      stream_granularity: "token": one token per chunk; "step": all that a step has brought.
-      spec_decode_metrics: "summary" or "detailed" counts of speculation with every answer; "none" unless asked for.
-      tool_call_parser: "hermes" reads the calls of models that write ``<tool_call>``; None refuses tools.
-      log_requests: write prompts to the log.
+      api_keys: accepted API keys; empty to accept requests without a key.
+      cors_origins: origins of web pages that may call the server from a browser; ``*`` for all.
+      max_body_bytes: maximum size of a request body, in bytes; larger bodies are refused with 413.
+      max_n: maximum number of samples per prompt.
+      max_prompts: maximum number of prompts in a request, and of its completions (prompts times n).
+      max_logprobs: maximum number of top log-probabilities per token.
+      max_queued_requests, max_queued_tokens: maximum number of waiting requests and of tokens in their prompts; beyond
+        it requests are refused with 429. None for no limit.
+      request_timeout: seconds after which a request ends with an error; a request may set a shorter timeout.
+      keep_alive: seconds without output after which a stream sends a comment.
+      shutdown_timeout: seconds that running requests have to finish after the first signal.
+      strict_fields: whether unknown fields are refused; otherwise a response header lists them.
+      stream_granularity: "token" for one token per chunk; "step" for all tokens of a step in one chunk.
+      spec_decode_metrics: default detail of the speculation counts in responses: "none", "summary" or "detailed".
+      tool_call_parser: "hermes" to parse calls written as ``<tool_call>``; None to refuse tools.
+      log_requests: whether prompts are written to the log.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -73,28 +74,31 @@ class ServerSettings:
             if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origins is {origin!r}; give *, or an origin without a path: https://a.example")
         if not all(self.api_keys):
-            raise ConfigError("an API key is empty; give one, or leave the option out to serve without")
+            raise ConfigError("an API key is empty; set a key, or leave the option out to serve without keys")
         if any(key != key.strip() for key in self.api_keys):
-            raise ConfigError("an API key has white space at an end, which no client can send; leave it out")
+            raise ConfigError(
+                "an API key begins or ends with white space, which HTTP clients cannot send; remove the white space"
+            )
 
 
 SIGN_SECONDS = 1.0
-"""Longest silence of a replica that is alive. Output that no client waits for is sent as often."""
+"""Interval at which a live replica sends a message. Output that is not streamed to a client is sent at this interval
+too."""
 LEAST_STALL_SECONDS = 2 * SIGN_SECONDS
-"""Shortest silence after which a replica may count as lost."""
+"""Minimum of `FailoverSettings.stall_timeout`."""
 
 
 @dataclass(frozen=True)
 class FailoverSettings:
-    """When a replica counts as lost, and what follows.
+    """Limits that decide when a replica counts as lost, and how often a request is retried.
 
     Args:
-      max_failovers: replicas that one request may lose, before it ends with an error.
-      stall_timeout: seconds without a sign of life from a replica that a request was sent to; replicas give one every
-        second.
-      step_timeout: seconds that one step of an engine may take, while its process is alive.
-      absence_timeout: seconds after which requests that wait are refused where there is no replica at all.
-      retry_seconds: pause before the first retry; it doubles with each further one.
+      max_failovers: number of replicas that one request may lose before it ends with an error.
+      stall_timeout: seconds without a message after which the replica of a request counts as lost; live replicas send
+        one every second.
+      step_timeout: maximum duration of one engine step, in seconds, while the process is alive.
+      absence_timeout: seconds without any replica after which waiting requests are refused.
+      retry_seconds: pause before the first retry, in seconds; it doubles with each further retry.
     """
 
     max_failovers: int = 3
@@ -106,7 +110,8 @@ class FailoverSettings:
     def __post_init__(self) -> None:
         if not self.stall_timeout >= LEAST_STALL_SECONDS:
             least = (
-                f"{LEAST_STALL_SECONDS:g} seconds or more, since replicas show once in {SIGN_SECONDS:g} that they live"
+                f"{LEAST_STALL_SECONDS:g} seconds or more, because replicas send a sign of life every "
+                f"{SIGN_SECONDS:g} seconds"
             )
             raise ConfigError(f"stall_timeout is {self.stall_timeout:g}; it must be {least}")
         for name in ("step_timeout", "absence_timeout"):

@@ -1,4 +1,4 @@
-"""JSON as its standard has it: no NaN, no number that Python reads as infinity, and values as they were written."""
+"""Standard-conforming JSON: no NaN, no numbers that overflow to infinity, and access to values as they were written."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from foredraft.folders import parsed_json
 _SPACE = re.compile(r"[ \t\n\r]*")
 _HALF = re.compile("[\ud800-\udfff]")
 _OUTSIDE = frozenset("0123456789+-.eEtrufalsn:, \t\n\r")
-"""Characters of JSON outside of strings and brackets."""
+"""Characters that may occur in JSON outside of strings and brackets."""
 
 
 def strict_json(text: str | bytes | bytearray) -> Any:
-    """Read a text as JSON that can be written as JSON again.
+    """Parse JSON strictly, so that the result can be serialized as JSON again.
 
-    Raises: ValueError for NaN, an infinite number, deep nesting, or a text that is not JSON.
+    Raises: ValueError for NaN, an infinite number, deep nesting, or text that is not JSON.
     """
     return parsed_json(text, parse_constant=_no_constant, parse_float=_finite)
 
 
 def _finite(number: str) -> float:
     if math.isinf(value := float(number)):
-        raise ValueError(f"{number[:20]} is too large a number")
+        raise ValueError(f"the number {number[:20]} is too large for a float")
     return value
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _decoder = json.JSONDecoder(parse_constant=_no_constant, parse_int=str, parse_float=str)
-"""Checks values whose own text is used. Numbers stay text, so that none is too large."""
+"""Decoder that only validates. Numbers stay text, so that none overflows."""
 
 
 def own_texts(text: str) -> list[dict[str, str]]:
-    """Members of an object, or of each object of a list, with their values as they were written.
+    """Members of an object, or of each object in a list, with their values as they were written.
 
-    Raises: ValueError for any other text, and for nesting that is too deep.
+    Raises: ValueError for any other text, and for deep nesting.
     """
     try:
         value, end = _decoder.raw_decode(text, _after(text, 0))
         if _after(text, end) != len(text):
-            raise ValueError("the text goes on after the value")
+            raise ValueError("there is more text after the value")
         if isinstance(value, dict):
             return [_members(text, _after(text, 0))[0]]
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -57,15 +57,15 @@ def own_texts(text: str) -> list[dict[str, str]]:
             place = _next(text, place)
         return found
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the value is nested too deeply") from None
 
 
 def _members(text: str, place: int) -> tuple[dict[str, str], int]:
-    """Members of the valid object that begins at a place, and the place after it."""
+    """Return the members of the valid object that begins at a position, and the position after it."""
     found, place = {}, _after(text, place + 1)
     while text[place] != "}":
         key, place = _decoder.raw_decode(text, place)
-        begin = _after(text, _after(text, place) + 1)  # behind the colon
+        begin = _after(text, _after(text, place) + 1)  # after the colon
         _, end = _decoder.raw_decode(text, begin)
         found[key] = text[begin:end]
         place = _next(text, end)
@@ -73,20 +73,20 @@ def _members(text: str, place: int) -> tuple[dict[str, str], int]:
 
 
 def _after(text: str, place: int) -> int:
-    """The place after white space."""
+    """Position after white space."""
     found = _SPACE.match(text, place)
     assert found is not None
     return found.end()
 
 
 def _next(text: str, place: int) -> int:
-    """The place of the next member or item, or of the end of the object or list."""
+    """Position of the next member or item, or of the closing bracket."""
     place = _after(text, place)
     return _after(text, place + 1) if text[place] == "," else place
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is one JSON object."""
+    """Whether the text is a JSON object."""
     try:
         return isinstance(parsed_json(text, parse_constant=_no_constant, parse_int=str, parse_float=str), dict)
     except ValueError:
@@ -94,21 +94,21 @@ def is_object(text: str) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair."""
+    """Whether the text has no unpaired surrogate."""
     return _HALF.search(text) is None
 
 
 def with_escaped_halves(text: str) -> str:
-    """JSON in which halves of surrogate pairs are written as escapes. Its value stays the same."""
+    """Write unpaired surrogates in JSON as escapes. The value stays the same."""
     return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or list that comes in pieces.
+    """Incremental scanner that finds the end of a JSON object or list.
 
     Attributes:
-      depth: number of brackets that are open.
-      has_failed: whether the text so far begins no object or list of JSON.
+      depth: number of open brackets.
+      has_failed: whether the text so far cannot be the start of a JSON object or list.
     """
 
     def __init__(self) -> None:
@@ -121,10 +121,13 @@ class JsonEnd:
         return self._has_begun and self.depth == 0
 
     def read(self, text: str, place: int, depth: int = 0) -> int:
-        """Read on from a place of the text.
+        """Scan the text from a position.
 
-        Returns: the place after the bracket that leaves ``depth`` brackets open, or the end of the text. After a
-          failure it means nothing.
+        Args:
+          depth: number of brackets that are still open where the scan stops.
+
+        Returns: the position after the bracket that leaves ``depth`` brackets open, or the end of the text. After a
+          failure the position is meaningless.
         """
         for at in range(place, len(text)):
             one = text[at]

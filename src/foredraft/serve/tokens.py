@@ -1,4 +1,4 @@
-"""Tokens and their log-probabilities in the shapes of the OpenAI API."""
+"""Tokens and log-probabilities in the formats of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from foredraft.serve.errors import ApiError
 
 MOST = sys.maxsize
 LOWEST = -9999.0
-"""Log-probability written in place of minus infinity, which JSON does not have, as in vLLM."""
+"""Value written in place of minus infinity, which JSON does not have, as in vLLM."""
 
 Table = Mapping[int, "Logprob"]
 
 
 def encode(tokenizer: Any, text: str, add_special_tokens: bool, name: str = "prompt") -> list[int]:
-    """Token ids of a text.
+    """Tokenize text.
 
-    Raises: PromptError for half a surrogate pair.
+    Raises: PromptError for an unpaired surrogate.
     """
     check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
 
 def characters_per_token(tokenizer: Any) -> int | None:
-    """The most characters of a text that one token stands for; None where there may be any number.
+    """Maximum number of text characters that one token can represent; None if there is no bound.
 
-    Byte-level vocabularies spell every byte and drop nothing, so it is the length of the longest token. Others leave
-    out spaces, join characters, or have one token for all that they do not know.
+    Byte-level vocabularies can spell every byte and drop nothing, so the bound is the length of the longest token.
+    Other tokenizers may drop spaces, merge characters, or have a single token for all unknown text.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
@@ -50,7 +50,7 @@ def characters_per_token(tokenizer: Any) -> int | None:
 
 
 def _splits_bytes(pre_tokenizer: Any) -> bool:
-    """Whether a pre-tokenizer spells bytes and leaves nothing out."""
+    """Whether a pre-tokenizer is byte-level and drops nothing."""
     found = {} if pre_tokenizer is None else json.loads(pre_tokenizer.__getstate__())
     steps = found.get("pretokenizers", [found])
     kinds = [step.get("type") for step in steps]
@@ -59,10 +59,10 @@ def _splits_bytes(pre_tokenizer: Any) -> bool:
 
 
 class TokenNames:
-    """Texts of single tokens, and their bytes.
+    """Text and bytes of single tokens.
 
     Args:
-      by_id: name tokens by their ids, ``token_id:5``, since several may have the same text.
+      by_id: whether tokens are named by id, such as ``token_id:5``, because several tokens may have the same text.
     """
 
     def __init__(self, tokenizer: Any, by_id: bool = False) -> None:
@@ -79,7 +79,7 @@ class TokenNames:
         return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
 
     def bytes(self, token: int, entry: Logprob) -> list[int] | None:
-        """Bytes of a token, also of one that holds part of a character; None where the tokenizer does not tell."""
+        """Bytes of a token, which may be a part of a character; None if they are unknown."""
         text = entry.decoded_token
         if text is None:
             return None
@@ -92,17 +92,18 @@ class TokenNames:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """How byte-level tokenizers spell bytes: printable ones as themselves, the others from U+0100 on."""
+    """Byte of each character in byte-level vocabularies: printable bytes stand for themselves, the others are written
+    from U+0100 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class Offsets:
-    """Offsets of tokens in their joint text, in characters.
+    """Character offsets of tokens in the text of a row.
 
-    A character that is split over tokens comes with the last of them, so that all of them begin where it does. A stop
-    string counts as text, also where it is cut off in the end.
+    A character that is split over several tokens counts to the last of them, so all of them have its offset. A stop
+    string counts as text, even if it is removed from the output later.
 
     Args:
       start: offset of the first token.
@@ -113,7 +114,7 @@ class Offsets:
         self._text = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
 
     def read(self, ids: Sequence[int]) -> list[int]:
-        """Offsets of the next tokens."""
+        """Return the offsets of the next tokens."""
         offsets = []
         for token in ids:
             offsets.append(self._start + (0 if self._text is None else len(self._text.text)))
@@ -123,7 +124,8 @@ class Offsets:
 
     @classmethod
     def of_prompt(cls, tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
-        """Offsets of a prompt. Special tokens before it, which its text lacks, begin where it does."""
+        """Offsets of the tokens of a prompt. Special tokens in front, which the prompt text does not contain, have
+        offset 0."""
         offsets = cls(tokenizer, skip_special_tokens=False).read(ids)
         spelled = "" if tokenizer is None else str(tokenizer.decode(ids, skip_special_tokens=False))
         surplus = len(spelled) - len(text) if spelled.endswith(text) else 0
@@ -135,7 +137,8 @@ def number(logprob: float) -> float:
 
 
 def prompt_tables(tables: Sequence[Table | None] | None, most: int) -> list[dict[str, Any] | None] | None:
-    """``prompt_logprobs`` of vLLM: by token id, with rank and text; None of the first token, which follows none."""
+    """``prompt_logprobs`` in vLLM's format: a mapping from token id to log-probability, rank and text per token. The
+    first token has None, because nothing precedes it."""
     if tables is None:
         return None
     return [
@@ -144,7 +147,7 @@ def prompt_tables(tables: Sequence[Table | None] | None, most: int) -> list[dict
 
 
 def _best(table: Table, most: int) -> list[tuple[int, Logprob]]:
-    """Entries of the token itself, which comes first, and of the most likely ones; there may be more than wanted."""
+    """Entries of the token itself, which comes first, and of the most likely tokens. The table may contain more."""
     return [(token, entry) for place, (token, entry) in enumerate(table.items()) if not place or entry.rank <= most]
 
 
@@ -155,7 +158,7 @@ def _entry(entry: Logprob) -> dict[str, Any]:
 def echoed_logprobs(
     names: TokenNames, ids: Sequence[int], tables: Sequence[Table | None], offsets: Sequence[int], most: int
 ) -> dict[str, Any]:
-    """``logprobs`` of a prompt, as completions have them; the first token has none."""
+    """``logprobs`` of an echoed prompt in the format of completions; the first token has none."""
     rest = [table for table in tables if table is not None]
     found = completion_logprobs(names, ids[1:], rest, offsets, most)
     first = {"tokens": [names.alone(ids[0])], "token_logprobs": [None], "top_logprobs": [None], "text_offset": []}
@@ -170,11 +173,11 @@ def completion_logprobs(
     most: int,
     is_named: bool = False,
 ) -> dict[str, Any]:
-    """``logprobs`` of completions.
+    """``logprobs`` in the format of completions.
 
     Args:
-      offsets: where each token begins in the text.
-      most, is_named: see `chat_logprobs`.
+      offsets: offset of each token in the text.
+      most, is_named: arguments of `chat_logprobs`.
     """
     return {
         "tokens": [names.text(token, table[token]) for token, table in zip(ids, tables, strict=True)],
@@ -185,7 +188,7 @@ def completion_logprobs(
 
 
 def _tops(names: TokenNames, table: Table, most: int) -> dict[str, float]:
-    """Log-probabilities by text; the higher one where two tokens have the same text."""
+    """Log-probabilities by token text; if two tokens have the same text, the higher value."""
     found: dict[str, float] = {}
     for token, entry in _best(table, most):
         text = names.text(token, entry)
@@ -196,11 +199,12 @@ def _tops(names: TokenNames, table: Table, most: int) -> dict[str, float]:
 def chat_logprobs(
     names: TokenNames, ids: Sequence[int], tables: Sequence[Table], most: int, is_named: bool = False
 ) -> dict[str, Any]:
-    """``logprobs`` of chat.
+    """``logprobs`` in the format of chat.
 
     Args:
-      most: most likely tokens that were asked for.
-      is_named: tokens were asked for by name: all are told that there are, beside the one itself.
+      most: number of top log-probabilities per token.
+      is_named: whether the request selected tokens with ``logprob_token_ids``; then all entries of the tables are
+        returned.
     """
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
@@ -220,7 +224,10 @@ def chat_logprobs(
 
 
 def token_ids(value: Any, vocab_size: int, name: str) -> list[int]:
-    """Raises: ApiError for what is not a list of token ids of this vocabulary."""
+    """Return a field that must be a list of token ids.
+
+    Raises: ApiError for any other value.
+    """
     if not isinstance(value, list) or not all(type(token) is int and 0 <= token < vocab_size for token in value):
         raise ApiError(400, f"{name} must be a list of token ids between 0 and {vocab_size - 1}", name)
     return value

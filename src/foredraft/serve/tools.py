@@ -1,4 +1,4 @@
-"""Tools that a request offers, functions as they were called before, and the grammar of an answer that calls one."""
+"""Tools of a request, the older ``functions``, and grammars for responses that must call a tool."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from foredraft.serve.fields import Fields, shown, wrong_field
 from foredraft.structured.schemas import prepared
 
 MOST_OF_NAME = 256
-"""Characters in the name of a tool that is to be called."""
+"""Maximum number of characters in the name of a tool that a grammar calls."""
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Arguments of a tool that names none, as in the OpenAI API."""
+"""Schema of the arguments of a tool without ``parameters``, as in the OpenAI API."""
 TEXT = r"TEXT: /(.|\n)*/"
 NO_CALL = rf"NO_CALL: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
-"""Terminals of a grammar: any text, and any that no call begins in."""
+"""Grammar terminals: any text (`TEXT`), and any text in which no call begins (`NO_CALL`)."""
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space of arguments: as templates write those of earlier calls, and nowhere else."""
+"""White space in the arguments of a call, exactly as chat templates write the calls of earlier responses."""
 ANY: dict[str, Any] = {"type": "object", "x-guidance": SPACED}
-"""Arguments of a tool that is not strict, where another is."""
+"""Schema of the arguments of a tool that is not strict, used when another tool is strict."""
 OLD = ("functions", "function_call")
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Tools of a request, and which of them must be called.
+    """Tools of a request, and the rules for calling them.
 
     Args:
-      offered: through the template.
-      forced: those of which one has to be called; none where the model may say anything.
-      strict: those that may be called, where one of them is ``strict``; none where the model may write any call.
-      is_named: whether the request names the one.
-      is_single: whether one call is all that may come.
-      has_tags: whether the tokenizer has a token for each of the tags around a call, which no text spells then.
+      offered: tools that the chat template shows to the model.
+      forced: tools of which the model must call one; empty if the model may also write text.
+      strict: all callable tools if at least one of them is ``strict``; empty if calls are not constrained.
+      is_named: whether the request names the tool to call.
+      is_single: whether the response may contain only one call.
+      has_tags: whether the tokenizer has one token for each of the tags around a call; no other tokens can then spell
+        the tags.
     """
 
     offered: list[dict[str, Any]]
@@ -51,21 +52,24 @@ class Tools:
     has_tags: bool = False
 
     def reader(self) -> CallReader | None:
-        """Reader of the calls in a text; None where no tool is offered."""
+        """Return a parser of the calls in the output; None if no tools are offered."""
         if not self.offered:
             return None
         return CallReader(is_single=self.is_single, is_forced=bool(self.forced), is_named=self.is_named)
 
     @property
     def annotations(self) -> tuple[str, ...]:
-        """Keywords of the schemas that arguments need not fulfil, since no mask holds them. Raises: GrammarError."""
+        """Keywords in the schemas of grammar-constrained arguments that the grammar does not enforce.
+
+        Raises: GrammarError.
+        """
         held = [tool["function"] for tool in self.forced or self.strict]
         held = held if self.forced else [function for function in held if function.get("strict") is True]
         return tuple(dict.fromkeys(one for function in held for one in _prepared(function)[1]))
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """Required form of the output, as ``structured_outputs`` has it; None for any output."""
+        """Output constraint in the form of ``structured_outputs``; None if the output is free."""
         tools = self.forced or self.strict
         if not tools:
             return None
@@ -92,17 +96,20 @@ def _more() -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text in a grammar."""
+    """Quote text for a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:
-    """Schema of the arguments of a function."""
+    """Schema of the arguments of a function, with the fixed white space."""
     return {**_prepared(function)[0], "x-guidance": SPACED}
 
 
 def _prepared(function: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The schema of the arguments of a function, and what of it no mask holds. Raises: GrammarError."""
+    """Return the schema of a function's arguments and the keywords in it that the grammar does not enforce.
+
+    Raises: GrammarError.
+    """
     try:
         return prepared({**(function.get("parameters") or NOTHING), "type": "object"})
     except (ValueError, RecursionError) as error:
@@ -110,16 +117,17 @@ def _prepared(function: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]
 
 
 def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any) -> Tools:
-    """The tools of a request.
+    """Parse the tools of a request.
 
-    Where the model may say anything, ``strict`` counts as ignored if no grammar knows the calls of this template.
+    If the model may choose whether to call a tool and grammars do not support the call format of the template,
+    ``strict`` is added to the ignored fields.
 
-    Raises: ApiError where tools cannot be offered, or none of those that are to be called can be forced.
+    Raises: ApiError if the tools cannot be offered, or a required call cannot be forced.
     """
     tools, choice = given.get("tools"), given.get("tool_choice")
     if tools is None or tools == []:
         if choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice is given without tools", "tool_choice")
+            raise ApiError(400, "tool_choice is set, but there are no tools; send tools", "tool_choice")
         return Tools([])
     if not isinstance(tools, list):
         wrong_field("tools", tools, "a list of {type: 'function', function: {name: ...}}")
@@ -132,10 +140,14 @@ def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         tools, choice = _allowed(tools, choice.get("allowed_tools"))
     if parser is None:
-        raise ApiError(400, "tools need a parser of calls; start the server with --tool-call-parser hermes", "tools")
+        raise ApiError(
+            400, "tools need a parser of tool calls; start the server with --tool-call-parser hermes", "tools"
+        )
     if "tools" not in template:
         raise ApiError(
-            400, "the chat template of this model has no tools; start the server with --chat-template FILE", "tools"
+            400,
+            "the chat template of this model does not support tools; start the server with --chat-template FILE",
+            "tools",
         )
     has_tags = {OPEN, CLOSE} <= tokenizer.get_added_vocab().keys()
     if choice in (None, "auto"):
@@ -149,9 +161,9 @@ def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any)
 
 
 def _allowed(tools: list[dict[str, Any]], allowed: Any) -> tuple[list[dict[str, Any]], str]:
-    """Allowed tools, and whether one must be called. All others are left out of the prompt.
+    """Return the allowed tools, and the mode "auto" or "required". All other tools are left out of the prompt.
 
-    Raises: ApiError for what is no choice, or a tool that is not there.
+    Raises: ApiError for an invalid choice, or a tool that is not among the tools of the request.
     """
     given = allowed if isinstance(allowed, dict) else {}
     mode, choices = given.get("mode"), given.get("tools")
@@ -165,14 +177,16 @@ def _allowed(tools: list[dict[str, Any]], allowed: Any) -> tuple[list[dict[str, 
         wrong_field("tool_choice.allowed_tools", allowed, what)
     names = {choice["function"]["name"] for choice in choices}
     if missing := names - {tool["function"]["name"] for tool in tools}:
-        raise ApiError(400, f"tool_choice names {shown(min(missing))}, which is none of the tools", "tool_choice")
+        message = f"tool_choice names {shown(min(missing))}, which is not among the tools of the request"
+        raise ApiError(400, message, "tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in names], mode
 
 
 def _strict(tools: list[dict[str, Any]], template: str, given: Fields) -> tuple[dict[str, Any], ...]:
-    """The tools, where one of them is ``strict``: a call that the model begins follows its schema then.
+    """Return all tools if one of them is ``strict``. Each call that the model begins then follows the schema of its
+    tool.
 
-    Raises: ApiError, PromptError for one that cannot be called by a grammar.
+    Raises: ApiError, PromptError for a tool that a grammar cannot call.
     """
     if not any(tool["function"].get("strict") is True for tool in tools):
         return ()
@@ -183,20 +197,29 @@ def _strict(tools: list[dict[str, Any]], template: str, given: Fields) -> tuple[
 
 
 def _check_size(tools: Tools) -> None:
-    """Raises: ApiError for schemas that are too long, or too deep, for a grammar."""
+    """Refuse schemas that are too long or too deeply nested for a grammar.
+
+    Raises: ApiError.
+    """
     try:
         size = len((tools.form or {"grammar": ""})["grammar"])
     except RecursionError:
         raise ApiError(400, "the parameters of a tool are nested too deeply; make them flatter", "tools") from None
     if size > MAX_CHARACTERS:
-        message = f"tools of which one has to be called have {size} characters, and may have {MAX_CHARACTERS}"
-        raise ApiError(400, f"{message}; offer fewer, or name one", "tools")
+        message = f"the grammar for calls of these tools has {size} characters; the limit is {MAX_CHARACTERS}"
+        raise ApiError(400, f"{message}; offer fewer tools, or name one in tool_choice", "tools")
 
 
 def refuse_custom(tool: Any, where: str) -> None:
-    """Raises: ApiError for a tool whose input is not JSON, as the input of all calls is in Hermes' format."""
+    """Refuse a custom tool. Its input is not JSON, but the input of every call in Hermes format is.
+
+    Raises: ApiError.
+    """
     if isinstance(tool, dict) and tool.get("type") == "custom":
-        message = f"{where} is custom, and the model calls functions alone; offer one with a parameter of type 'string'"
+        message = (
+            f"{where} is custom, but the model can only call functions; offer a function with a parameter of type "
+        )
+        message += "'string' instead"
         raise ApiError(400, message, where, "unsupported_field")
 
 
@@ -210,15 +233,15 @@ def _is_single(given: Fields, choice: Any) -> bool:
 
 
 def _forced(tools: list[dict[str, Any]], choice: Any, template: str) -> tuple[dict[str, Any], ...]:
-    """Tools of which one must be called.
+    """Return the tools of which the model must call one.
 
-    Raises: ApiError for one that is not there, or cannot be called by a grammar.
+    Raises: ApiError for a tool that is not among the tools of the request, or that a grammar cannot call.
     """
     if not _has_format(template):
         raise ApiError(
             400,
-            f"a call can be forced in the format {OPEN}{{...}}{CLOSE} alone, and the chat template of this model has "
-            "another; use tool_choice 'auto' or 'none'",
+            f"a call can be forced only in the format {OPEN}{{...}}{CLOSE}, and the chat template of this model uses "
+            "another format; use tool_choice 'auto' or 'none'",
             "tool_choice",
         )
     if choice != "required":
@@ -230,27 +253,34 @@ def _forced(tools: list[dict[str, Any]], choice: Any, template: str) -> tuple[di
         name = wanted["name"]
         tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not tools:
-            raise ApiError(400, f"tool_choice names {shown(name)}, which is none of the tools", "tool_choice")
+            message = f"tool_choice names {shown(name)}, which is not among the tools of the request"
+            raise ApiError(400, message, "tool_choice")
     return _checked(tools)
 
 
 def _has_format(template: str) -> bool:
-    """Whether a template writes calls as grammars here do."""
+    """Whether a template writes calls in the format of the grammars."""
     return OPEN in template and CLOSE in template and "<function=" not in template
 
 
 def _checked(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Raises: ApiError, PromptError for a tool that no grammar can call."""
+    """Check that a grammar can call every tool.
+
+    Raises: ApiError, PromptError.
+    """
     for place, tool in enumerate(tools):
         _check_function(tool["function"], f"tools[{place}].function")
     return tuple(tools)
 
 
 def _check_function(function: dict[str, Any], where: str) -> None:
-    """Raises: ApiError, PromptError for a function that no grammar can call."""
+    """Check that a grammar can call a function.
+
+    Raises: ApiError, PromptError.
+    """
     name, parameters = function["name"], function.get("parameters")
     if not 0 < len(name) <= MOST_OF_NAME:
-        wrong_field(f"{where}.name", name, f"a text of 1 to {MOST_OF_NAME} characters")
+        wrong_field(f"{where}.name", name, f"a string of 1 to {MOST_OF_NAME} characters")
     check_unicode(name, f"{where}.name")
     if parameters is not None and not isinstance(parameters, dict):
         wrong_field(f"{where}.parameters", parameters, "a JSON schema")
@@ -259,18 +289,19 @@ def _check_function(function: dict[str, Any], where: str) -> None:
 
 
 def with_tools(body: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A body that has its functions as tools, of which one alone is called, and whether it had any.
+    """Convert the older fields ``functions`` and ``function_call`` to tools, with at most one call.
 
-    Raises: ApiError for functions beside tools, a call without functions, and what is neither.
+    Returns: the converted body, and whether it had functions.
+    Raises: ApiError for functions together with tools, a ``function_call`` without functions, or invalid values.
     """
     functions, choice = (body.get(name) for name in OLD)
     if functions is None or functions == []:
         if choice not in (None, "none", "auto"):
-            raise ApiError(400, "function_call is given without functions", "function_call")
+            raise ApiError(400, "function_call is set, but there are no functions; send functions", "function_call")
         return body, False
     for name in ("tools", "tool_choice"):
         if body.get(name):
-            raise ApiError(400, f"functions and {name} are given; leave one of them out", name)
+            raise ApiError(400, f"functions and {name} are both set; leave one of them out", name)
     if not isinstance(functions, list):
         wrong_field("functions", functions, "a list of {name: ..., parameters: ...}")
     for place, function in enumerate(functions):
@@ -286,5 +317,5 @@ def with_tools(body: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def called(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first of some calls of tools, or a piece of it, as the field of a message that told the one of a function."""
+    """Convert the first tool call, or a piece of it, to the older field ``function_call`` of a message."""
     return {"function_call": calls[0]["function"]}

@@ -1,4 +1,4 @@
-"""One page of a file of results: a headline for each, speeds of a comparison as bars, and texts token by token."""
+"""HTML report of a results file: a headline for each result, a chart of speeds, and the output token by token."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Record = Mapping[str, Any]
 REMEDY = "give a file of bench --output, generate --trace, or verify or tune with --json"
 
 WIDTH, LABEL, RIGHT, ROW = 720, 190, 160, 26
-"""Widths of the chart, of its labels and of its figures, and the height of one bar, in units that the page scales."""
+"""Width of the chart, of its labels and of its figures, and height of one bar, in SVG units."""
 
 
 def read(file: Path) -> list[Record]:
-    """The results in a file, in their order. NaN and infinities are read as null.
+    """Read the results in a file, in order. NaN and infinities become null.
 
-    A last line that was cut off, by a kill or a full disk, is left out with a warning.
+    If the last line is incomplete, because the writer was killed or the disk was full, it is left out with a warning.
 
-    Raises: ConfigError for a file that cannot be read or has no result.
+    Raises: ConfigError for a file that cannot be read or contains no result.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -46,41 +46,45 @@ def read(file: Path) -> list[Record]:
         found = list(_lines(file, text))
     records: list[Record] = [record for record in found if isinstance(record, dict)]
     if not any({"steps", "sentence", "reason", "rows"} & record.keys() for record in records):
-        raise ConfigError(f"{file} holds no result that a report is made of; {REMEDY}")
+        raise ConfigError(f"{file} contains no result that a report can show; {REMEDY}")
     return records
 
 
 def _lines(file: Path, text: str) -> Iterator[Any]:
-    """The value on each line. Only a line feed ends a line: strings may contain other line separators."""
+    """Yield the value on each line. Only a line feed ends a line, because strings may contain other line separators."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     for number, line in lines:
         try:
             yield _parsed(line)
         except ValueError as error:
             if number == lines[-1][0] > lines[0][0] and not text.endswith("\n"):
-                logger.warning("line %d of %s is cut off, and left out", number, file)
+                logger.warning("line %d of %s is incomplete and is left out", number, file)
                 return
             raise ConfigError(f"{file} is not JSON or JSONL: line {number}: {error}; {REMEDY}") from None
 
 
 def _parsed(text: str) -> Any:
-    """Raises: ValueError."""
+    """Parse JSON, with null for NaN and infinities.
+
+    Raises: ValueError.
+    """
     return parsed_json(text, parse_constant=lambda _: None, parse_float=_finite)
 
 
 def _finite(number: str) -> float | None:
-    """JSON may contain numbers that no float can represent, such as 1e999."""
+    """Parse a number; None if it overflows, such as 1e999."""
     value = float(number)
     return value if math.isfinite(value) else None
 
 
 def report(records: Sequence[Record], title: str) -> str:
-    """The page: HTML that loads nothing.
+    """Return the report as one HTML page without external resources.
 
     Args:
-      records: as `read` returns them.
+      records: results of `read`.
+      title: title of the page.
 
-    Raises: ConfigError for a record that lacks what its kind contains.
+    Raises: ConfigError for a record with missing or invalid keys.
     """
     try:
         traces = [_trace(record) for record in records if "steps" in record]
@@ -88,15 +92,15 @@ def report(records: Sequence[Record], title: str) -> str:
         if traces:
             shown.append(_headline(_trace_sentence(traces)))
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"a result lacks what it should contain ({error!r}); {REMEDY}") from None
+        raise ConfigError(f"a result is missing a key or has an invalid value ({error!r}); {REMEDY}") from None
     texts = json.dumps(traces, allow_nan=False).replace("<", "\\u003c")
     filling = {"title": escape(title), "results": "".join(shown), "texts": texts}
     filled = re.sub(r"\{\{(\w+)\}\}", lambda found: filling[found[1]], page("foredraft.views", "report.html"))
-    return filled.encode("utf-8", "replace").decode()  # names of files may hold bytes that are not text
+    return filled.encode("utf-8", "replace").decode()  # file names may contain bytes that are not valid text
 
 
 def _parts(record: Record) -> Iterator[str]:
-    """Conditions, headline and speeds of a record, as far as it contains them."""
+    """Yield the conditions, the headline and the chart of a record, as far as it contains them."""
     if "provenance" in record and "models" in record:
         facts = record["provenance"]
         machine = f"{facts.get('gpu') or facts.get('cpu')}, {counted(facts['num_threads'], 'thread')}"
@@ -107,7 +111,8 @@ def _parts(record: Record) -> Iterator[str]:
     compared = record.get("methods", record)
     if "rows" in compared:
         for one in compared.get("different", ()):
-            yield f"<p>{escape(_str(one['arm']))} differs from plain decoding where equality is promised.</p>"
+            told = f"{_str(one['arm'])} differs from plain decoding, although identical output is guaranteed."
+            yield f"<p>{escape(told)}</p>"
         yield _bars([row for row in compared["rows"] if row["comparison"] and row["comparison"]["num_prompts"]])
 
 
@@ -116,7 +121,8 @@ def _headline(sentence: str) -> str:
 
 
 def _bars(rows: Sequence[Record]) -> str:
-    """Speeds relative to plain decoding with their intervals, the fastest first; a dashed line marks plain decoding."""
+    """Chart of speeds relative to plain decoding with their intervals, fastest first. A dashed line marks plain
+    decoding."""
     rows = sorted(rows, key=lambda row: -row["comparison"]["ratio"])
     most = max([1.0, *(end for row in rows for end in (row["comparison"]["ratio"], row["comparison"]["high"]))])
 
@@ -145,9 +151,9 @@ def _bars(rows: Sequence[Record]) -> str:
 
 
 def _trace(record: Record) -> dict[str, Any]:
-    """The part of a trace that the token view shows.
+    """Part of a trace that the token view shows.
 
-    Raises: KeyError, TypeError for a trace that the view's script could not show.
+    Raises: KeyError, TypeError for a trace that the script of the page could not show.
     """
     prompt = record["prompt"]
     return {
@@ -166,7 +172,7 @@ def _trace(record: Record) -> dict[str, Any]:
 
 
 def _trace_sentence(traces: Sequence[Record]) -> str:
-    """Tokens and steps of all texts, and how many tokens each drafter proposed."""
+    """Summary of all traces: tokens, steps, and the number of tokens proposed by each drafter."""
     steps = [step for trace in traces for step in trace["steps"]]
     sources = Counter(source for step in steps for source in step["sources"])
     who = ", ".join(

@@ -1,4 +1,5 @@
-"""The token view: who has proposed a token, what was rejected beside it, and the pages that show this to people."""
+"""Token view: the source of each token and the rejected branches beside it, and assembly of the HTML pages that show
+them."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from foredraft.engine.frontend import TARGET, StreamOutput
 from foredraft.tree import DraftTree
 
 MAX_BRANCHES = 8
-"""Rejected branches that are told of a step, the likeliest by the drafter's order first."""
+"""Maximum number of rejected branches shown per step, in the drafter's order (most likely first)."""
 TOKENS = {"/* tokens.css */": "tokens.css", "// tokens.js": "tokens.js"}
-"""Placeholders of pages, and the files of this package that replace them."""
+"""Placeholders in pages, and the files of this package that replace them."""
 
 
 def tell_drafts(tokenizer: Any, delta: StreamOutput, part: slice) -> dict[str, Any]:
-    """The source of each of some tokens of a step, and the branches that were rejected where the draft was left.
+    """Return the source of each token in a part of a step, and the branches that were rejected where the draft ended.
 
     Args:
-      tokenizer: makes texts of branches; None leaves them empty.
-      part: tokens of the step.
+      tokenizer: tokenizer that decodes the branches; None leaves their text empty.
+      delta: output of a step.
+      part: slice of the step's tokens.
     """
     tree = delta.tree
     path = _path(tree, delta.token_ids[: delta.num_accepted]) if tree is not None else [0]
@@ -34,7 +36,7 @@ def tell_drafts(tokenizer: Any, delta: StreamOutput, part: slice) -> dict[str, A
 
 
 def _rejected(tokenizer: Any, tree: DraftTree, path: list[int]) -> list[dict[str, Any]]:
-    """Branches that leave the path, each from where it does."""
+    """Branches that leave the accepted path, each from the node where it leaves it."""
     kept = set(path)
     parents = set(tree.parents)
     found = []
@@ -53,7 +55,7 @@ def _rejected(tokenizer: Any, tree: DraftTree, path: list[int]) -> list[dict[str
 
 
 def _path(tree: DraftTree, tokens: Iterable[int]) -> list[int]:
-    """Nodes of the accepted tokens, the root first."""
+    """Nodes of the accepted tokens, beginning with the root."""
     path = [0]
     for token in tokens:
         child = tree.child(path[-1], token)
@@ -63,9 +65,14 @@ def _path(tree: DraftTree, tokens: Iterable[int]) -> list[int]:
     return path
 
 
-def page(room: str, name: str) -> str:
-    """A page of the package's ``room``, the token view inside it wherever it asks for it."""
-    text = files(room).joinpath(name).read_text(encoding="utf-8")
+def page(package: str, name: str) -> str:
+    """Return an HTML page of a package, with the token view inserted at its placeholders.
+
+    Args:
+      package: package that contains the page.
+      name: file name of the page.
+    """
+    text = files(package).joinpath(name).read_text(encoding="utf-8")
     for place, part in TOKENS.items():
         text = text.replace(place, files("foredraft.views").joinpath(part).read_text(encoding="utf-8"))
     return text

@@ -22,7 +22,7 @@ function marked(text, source, first, rejected) {
   return token;
 }
 
-// The tokens of one step. The last one is the model's own: the bonus where a draft stood before it.
+// Return the tokens of one step. The last one is the model's own; after a draft it is the bonus token.
 function tokensOf(step, first) {
   return step.texts.map((text, place) => {
     const source = step.sources[place] || "target", isLast = place === step.texts.length - 1;
@@ -32,7 +32,7 @@ function tokensOf(step, first) {
   });
 }
 
-// Shows steps in `turn` and tells of the newest in `told`; arrow keys, Home and End go through them.
+// Show steps in `turn` and describe the newest in `told`. Arrow keys, Home and End move between steps.
 function replay(turn, told, steps) {
   const drafters = steps.flatMap((step) => step.sources).filter((source) => source !== "target" && source !== "grammar");
   const spans = steps.map((step) => tokensOf(step, drafters[0]));
@@ -48,8 +48,8 @@ function replay(turn, told, steps) {
     }));
     const step = steps[shown - 1];
     told.textContent = `step ${shown} of ${steps.length}` + (!step ? "" : step.num_drafted
-      ? `: ${step.num_drafted} drafted, ${step.num_accepted} kept, ${step.texts.length - step.num_accepted} by the model`
-      : ": nothing drafted");
+      ? `: ${step.num_drafted} drafted, ${step.num_accepted} accepted, ${step.texts.length - step.num_accepted} by the model`
+      : ": no draft");
   }
   turn.addEventListener("keydown", (event) => {
     const to = { ArrowRight: shown + 1, ArrowLeft: shown - 1, Home: 0, End: steps.length }[event.key];

@@ -1,6 +1,6 @@
-"""The iterates of Jacobi decoding, block by block, to look at and to train on.
+"""Iterates of Jacobi decoding, block by block, for inspection and for training.
 
-The function is ``foredraft.trajectory``.
+The public function is ``foredraft.trajectory``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from foredraft.prompts.prompts import PromptLike, read_prompts
 from foredraft.tree import DraftTree
 
 _NUMBER_WIDTH = 4
-"""Columns of the number of an iteration."""
+"""Width of the column with the iteration number, in characters."""
 
 _LEGEND = {
-    "certain": ("=", "right, and nothing wrong before it"),
-    "early": ("+", "right already, after something wrong"),
+    "certain": ("=", "certain: this token and all before it are right"),
+    "early": ("+", "right early: an earlier token is still wrong"),
     "wrong": (" ", "not right yet"),
     "cut": ("-", "cut off: not verified in this iteration"),
 }
-"""Mark and meaning of the states of a token, by CSS class."""
+"""Mark and meaning of each token state, by CSS class."""
 
 _STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
@@ -62,34 +62,35 @@ def trajectory(
 ) -> Trajectory:
     """Decode block by block with Jacobi iterations and keep every iterate.
 
-    Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427); its trajectories are what consistency models are
-    trained on (CLLM, Kou et al. 2024, arXiv:2403.00835).
+    Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427). Consistency models are trained on its trajectories
+      (CLLM, Kou et al. 2024, arXiv:2403.00835).
 
     Args:
-      model: an LLM, or whatever makes one.
+      model: an `LLM`, or a model from which an `LLM` can be made.
       prompt: one prompt: text, token ids, or a mapping.
-      block: tokens that are iterated together, 1 or more.
-      sampling_params: by default greedy, 64 tokens.
-      initial_guess: of every block, as for the method ``jacobi``.
-      model_options: for a new `LLM`.
+      block: number of tokens that are iterated together, 1 or more.
+      sampling_params: sampling parameters; greedy with 64 tokens by default.
+      initial_guess: first guess for every block, as in the method ``jacobi``.
+      model_options: arguments of a new `LLM`.
 
-    Returns: the trajectory. Its text is that of plain decoding.
-    Raises: ConfigError, PromptError; NumericsError when the model returns NaN.
-    Exactness: the last iterate of a block is the fixed point, reached in at most as many iterations as the block has
-    tokens. Where forwards verify fewer tokens than a block has, the first of it are iterated; the block says which.
-    Randomness: that of the parameters' seed; positions are iterated with the noise that decides them in the end.
+    Returns: the trajectory. Its output is that of plain decoding.
+    Raises: ConfigError, PromptError; NumericsError if the model returns NaN.
+    Exactness: the last iterate of a block is the fixed point. It is reached after at most as many iterations as the
+      block has tokens. If a forward pass verifies fewer tokens than the block has, only the first tokens of the block
+      are iterated, and `Block.verified` counts them.
+    Randomness: the seed of the parameters. Every iteration of a position uses the same noise as the final choice.
     """
     INITIAL_GUESS.read("trajectory", "initial_guess", initial_guess)
     if block < 1:
-        raise ConfigError(f"block is {block}; want 1 token or more")
+        raise ConfigError(f"block is {block}; it must be 1 token or more")
     params = SamplingParams(temperature=0.0, max_tokens=64) if sampling_params is None else sampling_params
     if params.n != 1:
-        raise ConfigError(f"n is {params.n}; a trajectory is that of one sample")
+        raise ConfigError(f"n is {params.n}; a trajectory has one sample, so n must be 1")
     llm = model if isinstance(model, LLM) else LLM(model, **model_options)
     params = params.filled(llm.sampling_defaults)
     read = read_prompts(prompt, llm.tokenizer)
     if len(read) != 1:
-        raise PromptError(f"trajectory takes one prompt, not {len(read)}; call it once for each")
+        raise PromptError(f"trajectory takes one prompt, not {len(read)}; call it once per prompt")
     recorder = BlockRecorder(block, initial_guess)
     with llm.engine(recorder) as engine:
         row = engine.add_request(read[0].token_ids, params)[0]
@@ -108,15 +109,15 @@ def trajectory(
 
 @dataclass(frozen=True)
 class Block:
-    """Some tokens that were iterated together.
+    """Tokens that were iterated together.
 
     Args:
-      start: position of the first one in prompt and output.
-      initial: what was guessed for them.
-      iterates: what they became, iteration by iteration; cut like the text where it ended inside the block.
-      verified: how many of its first tokens every iteration has looked at; the others are what they were before.
-      cuts: guesses that were not verified because something limits drafts, by what does
-        (`foredraft.engine.stats.CAUSES`), all iterations together.
+      start: position of the first token in prompt and output together.
+      initial: initial guess.
+      iterates: tokens after each iteration, truncated to the output if generation ended inside the block.
+      verified: number of leading tokens that each iteration verified; the other tokens were left unchanged.
+      cuts: number of guesses that were not verified because of a limit on drafts, by its cause
+        (`foredraft.engine.stats.CAUSES`), summed over all iterations.
     """
 
     start: int
@@ -131,26 +132,27 @@ class Block:
 
     @property
     def fixed_point(self) -> tuple[int, ...]:
-        """The tokens that plain decoding gives; one more iteration would not change them."""
+        """Tokens of plain decoding. Another iteration would not change them."""
         return self.iterates[-1]
 
     @property
     def num_iterations(self) -> int:
-        """Iterations, one forward each, until all tokens were certain."""
+        """Number of iterations, each one forward pass, until all tokens were certain."""
         return len(self.iterates)
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
-        """The guess, its iterates, and the fixed point once more where no two last ones are equal: y(j + 1) = y(j).
+        """Initial guess and iterates; the fixed point is repeated unless the last two are already equal, so that y(j +
+        1) = y(j) at the end.
 
-        That repetition needs no forward: the last iterate was chosen after tokens that it does not change.
+        The repetition needs no forward pass, because the last iterate was chosen after tokens that it does not change.
         """
         states = (self.initial, *self.iterates)
         return states if states[-2:] == (self.fixed_point,) * 2 else (*states, self.fixed_point)
 
     @property
     def settled(self) -> tuple[int, ...]:
-        """For every position, the iteration since when it has been right without a break; 0 for a right guess."""
+        """Iteration from which each position stays right; 0 for a right initial guess."""
         states = [self.initial, *self.iterates]
         return tuple(
             next(i + 1 for i in range(len(states) - 1, -2, -1) if i < 0 or states[i][place] != token)
@@ -159,20 +161,20 @@ class Block:
 
     @property
     def right_early(self) -> tuple[bool, ...]:
-        """For every position, whether it was right sooner than one token per iteration would have made it."""
+        """Whether each position was right earlier than with one token per iteration."""
         return tuple(iteration <= place for place, iteration in enumerate(self.settled))
 
 
 @dataclass(frozen=True, repr=False)
 class Trajectory:
-    """A text and the iterations that led to it.
+    """Output of Jacobi decoding, with the iterations that led to it.
 
     Args:
-      prompt_token_ids: what it continues.
-      blocks: in the order of the text.
+      prompt_token_ids: token ids of the prompt.
+      blocks: blocks in the order of the output.
       finish_reason: "stop" or "length".
-      seed: of the row.
-      tokenizer: for views and text; None where none is known.
+      seed: seed of the row.
+      tokenizer: tokenizer for the views; None to show token ids.
     """
 
     prompt_token_ids: FrozenList[int]
@@ -189,31 +191,32 @@ class Trajectory:
 
     @property
     def token_ids(self) -> FrozenList[int]:
-        """The output: the fixed points, one after the other."""
+        """Output: the fixed points of all blocks, concatenated."""
         return FrozenList(token for block in self.blocks for token in block.fixed_point)
 
     @property
     def num_iterations(self) -> int:
-        """Forwards of the target after the prompt."""
+        """Number of the target's forward passes after the prompt."""
         return sum(block.num_iterations for block in self.blocks)
 
     @property
     def tokens_per_iteration(self) -> float:
-        """Tokens per iteration: the gain of Jacobi decoding on this text, block by block."""
+        """Tokens per iteration: the gain of Jacobi decoding with these blocks on this output."""
         return len(self.token_ids) / self.num_iterations if self.blocks else 0.0
 
     @property
     def num_right_early(self) -> int:
-        """Positions that were right before their turn."""
+        """Number of positions that were right earlier than with one token per iteration."""
         return sum(sum(block.right_early) for block in self.blocks)
 
     def text(self, width: int | None = None) -> str:
-        """A table per block with a line per iteration; = marks certain tokens, + those that are right early.
+        """Return a table per block with a line per iteration. The mark = shows certain tokens, and + those that are
+        right early.
 
-        The last line repeats the one before it, which is convergence (`Block.states`).
+        The last line repeats the one before it, which shows convergence (`Block.states`).
 
         Args:
-          width: number of columns; wider tables are cut into parts, one below the other.
+          width: maximum number of characters per line; wider tables are split into parts, one below the other.
         """
         lines = [self._summary, *(f"  {mark!r} {words}" for mark, words in self._legend.values())]
         for number, block in enumerate(self.blocks):
@@ -229,7 +232,7 @@ class Trajectory:
         return "\n".join(lines) + "\n"
 
     def html(self) -> str:
-        """The tables of `text` as one page that loads nothing."""
+        """Return the tables of `text` as one HTML page without external resources."""
         legend = " ".join(
             f'<span class="{state}">&nbsp;{escape(words)}&nbsp;</span>' for state, (_, words) in self._legend.items()
         )
@@ -255,14 +258,14 @@ class Trajectory:
 
     @property
     def _legend(self) -> dict[str, tuple[str, str]]:
-        """Marks and words of the states that the tables show."""
+        """Marks and meanings of the states in the tables."""
         has_cuts = any(block.cuts for block in self.blocks)
         return {state: told for state, told in _LEGEND.items() if has_cuts or state != "cut"}
 
     def _cells(self, block: Block) -> Iterator[list[tuple[str, str]]]:
-        """Words and their states, of the initial guess and of every iterate, the last one repeated."""
+        """Yield the tokens and their states, for the initial guess and every iterate, with the last one repeated."""
         reaches = (len(block), *(block.verified or [len(block)] * block.num_iterations), len(block))
-        for iterate, reach in zip(block.states, reaches, strict=False):  # the last only where it is derived
+        for iterate, reach in zip(block.states, reaches, strict=False):  # the last one only if `states` repeats it
             right = [token == wanted for token, wanted in zip(iterate, block.fixed_point, strict=True)]
             num_certain = right.index(False) if False in right else len(right)
             states = [
@@ -272,14 +275,14 @@ class Trajectory:
             yield [(self._word(token), state) for token, state in zip(iterate, states, strict=True)]
 
     def _word(self, token: int) -> str:
-        """A token as it looks in its text, control characters escaped; its id where there is no tokenizer."""
+        """Text of a token with control characters escaped; its id if there is no tokenizer."""
         if self.tokenizer is None:
             return str(token)
         decoded = str(self.tokenizer.decode([token], skip_special_tokens=False))
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in decoded) or "''"
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """One mapping per block, with all that stands before it: an example for consistency training."""
+        """Yield one mapping per block, including all tokens before it: an example for consistency training."""
         prefix = list(self.prompt_token_ids)
         for number, block in enumerate(self.blocks):
             yield {
@@ -300,22 +303,23 @@ class Trajectory:
     def write_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write `records`, one JSON object per line.
 
-        Raises: ConfigError where that is not possible.
+        Raises: ConfigError if the file cannot be written.
         """
         write_text(path, "".join(json.dumps(record) + "\n" for record in self.records()))
 
 
 class BlockRecorder(Drafter):
-    """Jacobi iterations of one row in blocks that stand still, and a record of them.
+    """Drafter that runs Jacobi iterations of one row in fixed blocks, and records them.
 
-    A block of m tokens is fed as the pending token and its first m - 1 guesses: their m choices are the next iterate.
+    A block of m tokens is fed as the pending token and the first m - 1 guesses. The m choices of the target are the
+    next iterate.
     """
 
     facts = DrafterFacts("jacobi-blocks")
 
     def __init__(self, size: int, initial_guess: str) -> None:
         self.blocks: list[Block] = []
-        self._cut_before: Counter[str] = Counter()  # by cause, up to the newest iterate
+        self._cut_before: Counter[str] = Counter()  # cuts up to the newest iterate, by cause
         self._size = size
         self._initial_guess = initial_guess
 
@@ -336,9 +340,9 @@ class BlockRecorder(Drafter):
         return [DraftTree.chain(row.pending, _newest(block)[length - block.start : -1], source=self.name)]
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        for row, result in zip(rows, results, strict=True):  # none in the last step
+        for row, result in zip(rows, results, strict=True):  # empty in the last step
             block, choices = self.blocks[-1], result.features.choices
-            before = len(row.token_ids) - len(result.emitted) - block.start  # tokens of the block that were certain
+            before = len(row.token_ids) - len(result.emitted) - block.start  # tokens that were certain before the step
             newest, end = _newest(block), before + len(choices)
             self._add(row, (*newest[:before], *choices, *newest[end:]), end)
 
@@ -353,7 +357,8 @@ class BlockRecorder(Drafter):
         self._cut_before = cut
 
     def close(self, row: Row) -> None:
-        """Add the iterate of the last step, which nobody observes, and cut its block where the text ended."""
+        """Add the iterate of the last step, which `observe` does not receive, and truncate the last block to the
+        output."""
         if not self.blocks:
             return
         last = tuple(row.token_ids[self.blocks[-1].start :])
@@ -368,12 +373,13 @@ class BlockRecorder(Drafter):
 
 
 def _newest(block: Block) -> tuple[int, ...]:
-    """The tokens of a block as they are at present."""
+    """Current tokens of a block."""
     return block.iterates[-1] if block.iterates else block.initial
 
 
 def _parts(widths: list[int], limit: int | None) -> Iterator[tuple[int, int]]:
-    """Ranges of columns that fit: [5, 5, 5] in 17 columns, 4 of them for the iteration: (0, 2), (2, 3)."""
+    """Yield ranges of columns that fit. Example: widths [5, 5, 5] in 17 characters, 4 of them for the iteration number,
+    give (0, 2), (2, 3)."""
     start, used = 0, _NUMBER_WIDTH
     for place, size in enumerate(widths):
         if limit is not None and place > start and used + 1 + size > limit:
@@ -384,7 +390,7 @@ def _parts(widths: list[int], limit: int | None) -> Iterator[tuple[int, int]]:
 
 
 def _title(number: int, block: Block) -> str:
-    """One line on a block, and on what was cut off it."""
+    """Title line of a block, with the number of tokens that limits cut off."""
     last = block.start + len(block) - 1
     said = (
         f"block {number}, positions {block.start} to {last}: {block.num_iterations} iterations for {len(block)} tokens"

@@ -1,4 +1,5 @@
-"""Many servers as one, by Ray Serve: `build` is a Serve application, `foredraft serve --replicas` its short form."""
+"""Several servers behind one endpoint with Ray Serve. `build` returns a Serve application; `foredraft serve --replicas`
+is its short form."""
 
 from __future__ import annotations
 
@@ -14,18 +15,22 @@ if TYPE_CHECKING:
 
 
 def check_ray(address: str | None) -> None:
-    """Raises: ConfigError where Ray is not installed, or cannot be reached so that replicas can be chosen."""
+    """Check that Ray is installed and that the address allows routing to replicas.
+
+    Raises: ConfigError.
+    """
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
-            f"--ray-address is {address!r}, of Ray's client, which cannot choose among replicas; run on a machine of "
-            "the cluster, with HOST:6379 or auto"
+            f"--ray-address is {address!r}, an address of Ray Client, with which requests cannot be routed to "
+            "replicas; run this command on a machine of the cluster, with HOST:6379 or auto"
         )
     if find_spec("ray") is None:
         raise ConfigError(f"--replicas needs Ray; install it with: {install_command('ray')}")
 
 
 def build(app_config: Mapping[str, Any]) -> Application:
-    """The Serve application of `foredraft.serve.ray.deployment.build`, importable without Ray."""
+    """Return the Serve application of `foredraft.serve.ray.deployment.build`. This function can be imported without
+    Ray."""
     from foredraft.serve.ray import deployment
 
     return deployment.build(app_config)

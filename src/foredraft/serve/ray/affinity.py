@@ -1,4 +1,4 @@
-"""Choice of a replica: one that has read the prefix of the prompt, unless its load is far above the others'."""
+"""Choice of a replica that has the prompt's prefix in its cache, unless its load is far above the average."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from math import ceil, floor
 
 MIN_BALANCE = 1.0
 FEW = 4
-"""Requests of a replica up to which its share is rounded up: among so few, one more is no hot spot."""
+"""Number of requests up to which the load limit of a replica is rounded up; among so few requests, one more is no
+overload."""
 
 
 class Affinity:
-    """Remembers which replica has read which beginnings of prompts.
+    """Record of the prompt prefixes that each replica has processed.
 
-    A replica is chosen by the longest beginning that it has read, in whole blocks of ids, while it has at most
-    ``balance`` times as many requests as there are for each replica (consistent hashing with bounded loads: Mirrokni,
-    Thorup, Zadimoghaddam 2018, arXiv 1608.01350, with the longest prefix in the place of the hash). Everything else
-    goes to the replica with the fewest. A session counts as a beginning longer than any.
+    The chosen replica is the one that has processed the longest prefix of the prompt, in whole blocks of ids, provided
+    that it has at most ``balance`` times the average number of requests per replica. Otherwise it is the replica with
+    the fewest requests. A session counts as longer than any prefix. Source: consistent hashing with bounded loads,
+    Mirrokni, Thorup, Zadimoghaddam 2018, arXiv 1608.01350, with the longest prefix instead of the hash.
 
     Args:
-      block: ids of a block.
-      balance: 1 is the strictest, for fewest hits.
-      max_blocks: number of remembered blocks; the least recently used are forgotten.
+      block: number of token ids in a block.
+      balance: limit on the load of a replica relative to the average; 1 balances most strictly and has the fewest cache
+        hits.
+      max_blocks: maximum number of recorded blocks; the least recently used are dropped.
     """
 
     def __init__(self, block: int = 64, balance: float = 1.3, max_blocks: int = 1 << 18) -> None:
@@ -32,11 +34,11 @@ class Affinity:
         self._turn = 0
 
     def choose(self, ids: Sequence[int], session: str, loads: Mapping[str, int], salt: str = "") -> str:
-        """The replica for a prompt; it counts as having read it from now on.
+        """Choose the replica for a prompt, and record that it has processed the prompt.
 
         Args:
-          loads: requests of every replica that may be chosen.
-          salt: of the prompt, whose beginning only prompts of the same one share.
+          loads: number of requests of every replica that may be chosen.
+          salt: cache salt of the prompt; only prompts with the same salt share prefixes.
         """
         keys = list(self._keys(ids, session, salt))
         reader = next((found for key in reversed(keys) if (found := self._reader_of.get(key)) in loads), None)
@@ -49,7 +51,7 @@ class Affinity:
         return chosen
 
     def note(self, ids: Sequence[int], session: str, replica: str, salt: str = "") -> None:
-        """The prompt has gone to this replica, chosen or not: another was taken because that one was full."""
+        """Record the replica that received a prompt. It differs from the chosen replica if that one was full."""
         keys = list(self._keys(ids, session, salt))
         if any(self._reader_of.get(key) != replica for key in keys[-1:]):
             self._remember(keys, replica)
@@ -62,7 +64,7 @@ class Affinity:
             self._reader_of.popitem(last=False)
 
     def _keys(self, ids: Sequence[int], session: str, salt: str) -> Iterator[Hashable]:
-        """Keys of all prefixes in whole blocks, then that of the session."""
+        """Keys of all prefixes in whole blocks, then the key of the session."""
         key = hash(salt) if salt else 0
         for end in range(self._block, len(ids) + 1, self._block):
             key = hash((key, *ids[end - self._block : end]))
@@ -71,7 +73,7 @@ class Affinity:
             yield session
 
     def _idlest(self, loads: Mapping[str, int]) -> str:
-        """Replica with the lowest load; equal ones in turn."""
+        """Replica with the lowest load; replicas with equal load take turns."""
         least = min(loads.values())
         idle = [name for name, load in loads.items() if load == least]
         self._turn += 1

@@ -1,4 +1,4 @@
-"""The two deployments: engines that hold the model, and ingresses that speak HTTP."""
+"""Ray Serve deployments: engines, which run the model, and ingresses, which serve HTTP."""
 
 from __future__ import annotations
 
@@ -32,33 +32,36 @@ from foredraft.serve.served import Served, with_kv_limit
 
 COLLECTOR = "foredraft-figures"
 NUM_CHECKS = 3
-"""Checks of its health that a replica must miss in a row before Ray replaces it; together they are one stall."""
+"""Number of consecutive health checks that a replica must miss before Ray replaces it; together they last one stall
+timeout."""
 CHECK_SECONDS = 2.0
 """Interval of health checks."""
 MIN_PAUSE_SECONDS = 0.01
 MAX_PAUSE_SECONDS = 0.05
-"""Pauses between attempts to find a free row on full replicas: each attempt costs processor time at both ends."""
+"""Minimum and maximum pause between attempts to find a free row on full replicas. Each attempt costs processor time on
+both sides."""
 PUSH_SECONDS = 1.0
 PAGE_SECONDS = 2.0
-"""Time limit of the collector; without its answer a page shows the ingress alone."""
+"""Time limit for the collector; if it does not respond in time, the metrics page contains only the ingress's own
+metrics."""
 STALE_SECONDS = 10.0
 MANY = 10_000
-"""Requests that an ingress holds at once: all, since limits are told by its application and not by Ray."""
+"""Maximum number of requests on an ingress for Ray; effectively no limit, because the application enforces its own."""
 
 
 def load_served(config: ClusterConfig) -> Served:
-    """The model of a config, in this process."""
+    """Load the model of a config in this process."""
     from foredraft.llm import LLM
 
     options = with_kv_limit(config.llm, config.num_engines)  # all replicas may run on one machine
     return config.offer.over(LLM(config.model, config.speculative_config, **options))
 
 
-# -- figures -------------------------------------------------------------------------------------------------------
+# -- metrics -------------------------------------------------------------------------------------------------------
 
 
 class Collector:
-    """Keeps the newest page of every replica."""
+    """Actor that stores the newest metrics page of every replica."""
 
     def __init__(self) -> None:
         self._pages: dict[str, tuple[float, bytes]] = {}
@@ -67,21 +70,21 @@ class Collector:
         self._pages[replica] = (time.monotonic(), page)
 
     def pages(self) -> dict[str, bytes]:
-        """Pages of replicas that have reported lately."""
+        """Pages of the replicas that have reported recently."""
         now = time.monotonic()
         self._pages = {name: told for name, told in self._pages.items() if now - told[0] < STALE_SECONDS}
         return {name: page for name, (_, page) in self._pages.items()}
 
 
 def collector() -> Any:
-    """The one of this cluster, made by whoever asks first."""
+    """Return the collector of this cluster; the first caller creates it."""
     kind = ray.remote(Collector)
     options = {"name": COLLECTOR, "namespace": COLLECTOR, "get_if_exists": True, "lifetime": "detached"}
     return kind.options(**options, num_cpus=0, max_restarts=-1).remote()
 
 
 def pages() -> Mapping[str, bytes]:
-    """Pages of all replicas; none where the collector does not answer in time."""
+    """Metrics pages of all replicas; empty if the collector does not respond in time."""
     try:
         return cast("Mapping[str, bytes]", ray.get(collector().pages.remote(), timeout=PAGE_SECONDS))
     except RayError:
@@ -92,14 +95,14 @@ def pages() -> Mapping[str, bytes]:
 
 
 class Engine:
-    """A replica as Ray Serve runs it."""
+    """Ray Serve deployment class of a replica."""
 
     def __init__(self, config: ClusterConfig) -> None:
         context = serve.get_replica_context()
         try:
             name, patience = context.replica_id.unique_id, config.limits.step_timeout
             self._replica = Replica(partial(load_served, config), config.name, name, patience)
-        except ForedraftError as error:  # in words that need no class of ours to be read
+        except ForedraftError as error:  # Ray may unpickle the error where foredraft is not installed
             raise RuntimeError(described(error)) from None
         start_watchdog(config.limits.stall_timeout + NUM_CHECKS * CHECK_SECONDS + config.drain_seconds)
         threading.Thread(target=self._push, name="foredraft-figures", daemon=True).start()
@@ -107,11 +110,11 @@ class Engine:
     def _push(self) -> None:
         pause = threading.Event()
         while not pause.wait(PUSH_SECONDS):
-            with suppress(Exception):  # the collector is being moved; the next push finds it
+            with suppress(Exception):  # the collector may be restarting; the next push reaches it
                 ray.get(collector().tell.remote(self._replica.name, self._replica.page), timeout=PAGE_SECONDS)
 
     async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
-        """See `Replica.generate`."""
+        """Run a request; see `Replica.generate`."""
         async with aclosing(self._replica.generate(work)) as messages:
             async for message in messages:
                 yield message
@@ -120,17 +123,20 @@ class Engine:
         return self._replica.description
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Facts of a replica for the router."""
+        """Facts about this replica for the router."""
         return {name: getattr(self._replica.description, name) for name in ("weights", "fingerprint")}
 
     def check_health(self) -> None:
-        """Raises: where no request would be answered any more; Ray then replaces the replica."""
+        """Report whether the replica can serve requests; Ray replaces it if not.
+
+        Raises: RuntimeError if the engine thread has ended or its step takes too long.
+        """
         if not self._replica.is_alive:
-            raise RuntimeError("the thread of the engine has ended, or does not end its step")
+            raise RuntimeError("the engine thread has ended, or its current step takes longer than step_timeout")
 
 
 def engines(config: ClusterConfig) -> serve.Application:
-    """All engines, without HTTP."""
+    """Return the application of the engines, without HTTP."""
     scaling: dict[str, Any] = (
         {"num_replicas": config.num_replicas}
         if config.autoscaling is None
@@ -159,7 +165,7 @@ def engines(config: ClusterConfig) -> serve.Application:
 
 
 class Ingress:
-    """The application of `foredraft serve` as Ray Serve runs it."""
+    """Ray Serve deployment class of the application of `foredraft serve`."""
 
     def __init__(self, config: ClusterConfig, handle: DeploymentHandle) -> None:
         fleet = RayFleet()
@@ -167,7 +173,7 @@ class Ingress:
         bridge = ClusterBridge(fleet, ClusterMetrics(config.name, pages), config.limits)
         self._application = fleet.application = Application(bridge, config.settings)
         self._has_keys = bool(config.settings.api_keys)
-        # Ray sends requests here once this has returned: a rolling update keeps the old ingress as long
+        # Ray routes requests to this ingress once __init__ has returned. Until then a rolling update keeps the old one.
         with ThreadPoolExecutor(1, "foredraft-facts") as pool:
             pool.submit(fleet.learn).result()
 
@@ -176,10 +182,11 @@ class Ingress:
 
 
 def build(app_config: Mapping[str, Any]) -> serve.Application:
-    """A Serve application: ``serve run foredraft.serve.ray:build model=...``, or a YAML file's ``import_path``.
+    """Return a Serve application, for ``serve run foredraft.serve.ray:build model=...`` or the ``import_path`` of a
+    YAML file.
 
     Args:
-      app_config: see `ClusterConfig`.
+      app_config: fields of `ClusterConfig`.
 
     Raises: ConfigError.
     """

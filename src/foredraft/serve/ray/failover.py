@@ -1,7 +1,7 @@
-"""Requests of an ingress on their way over replicas: delivered output, and failover when a replica is lost.
+"""Requests of an ingress on replicas: delivery of output, and failover when a replica is lost.
 
-A token depends on the seed, the position and the ids before it alone, so another replica that is given the seed and
-the delivered output continues the same text. Only whole steps are delivered, with their ids and their text.
+A token depends only on the seed, the position and the ids before it. Another replica that receives the seed and the
+delivered output therefore continues the same sequence. Only whole steps are delivered, with their ids and text.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Caller(NamedTuple):
 
     Args:
       request_id: id for logs.
-      session: session that the client has named, or nothing.
-      client: key or address. Clients take turns.
+      session: session named by the client; empty for none.
+      client: API key or address, which identifies the client in the fair queue.
     """
 
     request_id: str = ""
@@ -64,12 +64,13 @@ class Caller(NamedTuple):
 
 NOBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("foredraft_caller", default=NOBODY)
-"""Sender of the request that is being answered."""
+"""Sender of the current request."""
 
 SILENT_SECONDS = 60.0
-"""Time for which a silent replica is avoided, at least: by then Ray has replaced it, or it runs again."""
+"""Minimum time for which a silent replica is avoided. By then Ray has replaced it, or it runs again."""
 MOST_LATE = 1.0
-"""Seconds by which a timer may be late; by more, this process was stopped, and others may have spoken meanwhile."""
+"""Delay of a timer, in seconds, above which this process itself was stopped; replicas may have sent messages
+meanwhile."""
 
 
 @dataclass
@@ -82,10 +83,11 @@ class Text:
 
 
 class Journal:
-    """Delivered output of a request. It stands for `foredraft.engine.frontend.Stream`, as far as answers read that.
+    """Delivered output of a request. It replaces `foredraft.engine.frontend.Stream`, with the parts that responses
+    need.
 
     Args:
-      params: parameters of each prompt, with a seed.
+      params: sampling parameters of each prompt, with a seed.
     """
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
@@ -98,7 +100,7 @@ class Journal:
 
     @property
     def output_ids(self) -> tuple[OutputIds, ...]:
-        """Output that the next replica continues; nothing where nothing was delivered."""
+        """Delivered output for the next replica to continue; empty if nothing was delivered."""
         if not any(text.token_ids for texts in self.texts for text in texts):
             return ()
         return tuple(tuple(tuple(text.token_ids) for text in texts) for texts in self.texts)
@@ -117,20 +119,24 @@ class Journal:
 
     @property
     def stats(self) -> RowStats:
-        """Counters of all replicas together."""
+        """Counters summed over all replicas of the request."""
         pooled = RowStats()
         pooled.add(self._before)
         pooled.add(self._now)
         return pooled
 
     def take(self, news: Delta) -> list[StreamOutput]:
-        """Add the output of a replica; returns the deltas that are new."""
+        """Add the output of a replica.
+
+        Returns: the deltas that are new. A replica that continues a request repeats the final deltas of finished
+          samples.
+        """
         self._now, self._cached = news.stats or self._now, news.num_cached_tokens
         return [delta for delta in news.deltas if self._append(delta)]
 
     def _append(self, delta: StreamOutput) -> bool:
         text = self.texts[delta.prompt_index][delta.index]
-        if text.finish_reason is not None:  # on another replica, which this one repeats
+        if text.finish_reason is not None:  # finished on an earlier replica; this replica repeats the last delta
             return False
         text.token_ids += delta.token_ids
         text.logprobs += delta.logprobs or ()
@@ -138,7 +144,7 @@ class Journal:
         return True
 
     def turn(self) -> None:
-        """Keep the counters of the replica, which is lost."""
+        """Keep the counters of a lost replica, and start new ones."""
         self._before.add(self._now)
         self._now = RowStats()
 
@@ -148,7 +154,7 @@ class Journal:
         self._outputs = [replace(output, outputs=_whole(output.outputs, texts)) for output, texts in pairs]
 
     def outputs(self) -> list[RequestOutput]:
-        """Results, once the request has ended, as if one replica had written them."""
+        """Results of a finished request, as if a single replica had generated them."""
         return self._outputs
 
 
@@ -166,7 +172,7 @@ def _with_logprobs(output: CompletionOutput, logprobs: list[dict[int, Logprob]])
 
 
 class FailoverState:
-    """Request on its way over replicas."""
+    """State of a request that may move from replica to replica."""
 
     def __init__(
         self,
@@ -180,25 +186,25 @@ class FailoverState:
         self.ticket, self.journal, self.work = ticket, journal, work
         self._metrics, self._queue, self._turn = metrics, queue, turn
         self.replica = ""
-        """Replica that has the request; empty while it waits for one."""
+        """Replica that has the request; empty while the request waits for one."""
         self._has_begun = False
         self._is_paused = False
         self._last = perf_counter()
 
     def avoid(self, silent: Iterable[str]) -> None:
-        """Prefer other replicas than these from now on."""
+        """Add replicas to those that the router avoids."""
         self.replica = ""
         if not self.work.avoided.issuperset(silent):
             self.work = replace(self.work, avoided=self.work.avoided.union(silent))
 
     def accept(self, replica: str) -> None:
-        """A replica has the request."""
+        """Record that a replica has accepted the request."""
         self.replica = replica
         self.ticket.is_queued = False
         self._queue.begin(self._turn)
 
     def begin(self, begun: Started) -> None:
-        """An engine has the request."""
+        """Record that an engine has started the request."""
         if self._has_begun:
             is_same = begun.fingerprint == self.work.fingerprint
             self.ticket.notes["failover"]["is_same_fingerprint"] &= is_same
@@ -222,7 +228,7 @@ class FailoverState:
         self.ticket.deliver(deltas)
 
     def lose(self) -> None:
-        """Continue on another replica from here."""
+        """Prepare the request for another replica after its replica was lost."""
         self.journal.turn()
         avoided = self.work.avoided | ({self.replica} if self.replica else set())
         self.work = replace(self.work, output_ids=self.journal.output_ids, avoided=avoided)
@@ -235,12 +241,14 @@ class FailoverState:
 
 
 class ClusterBridge:
-    """Backend that sends requests to a fleet of replicas, as `foredraft.serve.bridge.Bridge` does to one engine.
+    """Backend that sends requests to a fleet of replicas; the counterpart of `foredraft.serve.bridge.Bridge` for one
+    engine.
 
     Args:
       fleet: replicas.
       metrics: counters of failovers.
-      load: starts the replicas; called in a thread.
+      settings: limits of failover; the defaults if None.
+      load: function that starts the replicas; called in a thread.
     """
 
     def __init__(
@@ -256,11 +264,11 @@ class ClusterBridge:
         self._open: dict[QueuedRequest, asyncio.Task[None]] = {}
         self._client_of: dict[QueuedRequest, str] = {}
         self._queue: FairQueue | None = None
-        self._silent: dict[str, float] = {}  # replicas, and until when they are avoided, in seconds of the loop
-        self._heard = 0.0  # when there last was a replica, in seconds of the loop
+        self._silent: dict[str, float] = {}  # end of the time for which each replica is avoided, on the loop's clock
+        self._heard = 0.0  # time of the last message, on the loop's clock
 
     def start(self, when_loaded: Callable[[], None]) -> None:
-        """Begin to load; ``when_loaded`` is called in the thread when that has come to an end, well or not."""
+        """Begin to load. ``when_loaded`` is called in the thread when loading has succeeded or failed."""
 
         def run() -> None:
             try:
@@ -272,16 +280,20 @@ class ClusterBridge:
         Thread(target=run, name="foredraft-cluster", daemon=True).start()
 
     def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
-        """Make room where as many requests wait for a replica as may: the newest of the client with most of them goes.
+        """Make room in a full queue by refusing the newest request of the client that has most requests waiting.
 
-        Raises: ApiError (429) where that is this client, or as many tokens of prompts wait as may.
+        Raises: ApiError (429) if that client sent this request, or the limit of waiting prompt tokens is exceeded.
         """
         waiting = [ticket for ticket in self._open if ticket.is_queued and not ticket.is_abandoned]
         check_tokens(waiting, num_prompt_tokens, max_tokens)
         if max_requests is None or len(waiting) < max(1, max_requests):
             return
         error = ApiError(
-            429, f"{len(waiting)} requests are waiting for a replica, and no more may; try again", None, "queue_full"
+            429,
+            f"the queue is full: {len(waiting)} requests are waiting for a replica, and the limit is {max_requests}; "
+            "try again later",
+            None,
+            "queue_full",
         )
         counts = Counter(self._client_of[ticket] for ticket in waiting)
         client, most = counts.most_common(1)[0]
@@ -302,25 +314,25 @@ class ClusterBridge:
         self._client_of.pop(ticket, None)
 
     def abandon(self, ticket: QueuedRequest) -> None:
-        """End a request on its replica; one that has ended stays as it is."""
+        """End a request on its replica; no effect on one that has already ended."""
         ticket.is_abandoned = True
         if (task := self._open.get(ticket)) is not None:
             task.cancel()
 
     def abort_all(self, error: ApiError) -> None:
-        """End everything with an error."""
+        """End all requests with an error."""
         for ticket in list(self._open):
             ticket.deliver(error)
             self.abandon(ticket)
 
     def stop(self, timeout: float) -> bool:
-        """Nothing of a fleet computes in this process."""
+        """Return True, because this process does no computation for the replicas."""
         return True
 
     # -- one request -----------------------------------------------------------------------------------------------
 
     async def _carry(self, ticket: QueuedRequest) -> None:
-        """See a request through, from replica to replica."""
+        """Run a request to its end or its error, and deliver that to the client."""
         try:
             await self._see_through(ticket)
         except (ApiError, Failed) as error:
@@ -361,7 +373,7 @@ class ClusterBridge:
             await self._try(FailoverState(ticket, journal, work, self.metrics, self._queue, turn))
 
     async def _try(self, course: FailoverState) -> None:
-        """Send the request to one replica after the other, until one finishes it."""
+        """Send the request to one replica after another until one finishes it."""
         request_id, journal = course.work.request_id, course.journal
         for attempt in range(self._settings.max_failovers + 1):
             try:
@@ -375,9 +387,9 @@ class ClusterBridge:
                 await asyncio.sleep(self._settings.retry_seconds * 2**attempt)
 
     async def _attempt(self, course: FailoverState) -> None:
-        """Send the request to one replica.
+        """Send the request to one replica, and deliver its output.
 
-        Raises: Failed; ApiError where the request is to blame, or nothing answers it.
+        Raises: Failed if the replica is lost; ApiError if the request is wrong or no replica exists.
         """
         now = asyncio.get_running_loop().time()
         self._silent = {replica: until for replica, until in self._silent.items() if until > now}
@@ -398,7 +410,7 @@ class ClusterBridge:
                         course.journal.end(message)
                         return
                     case DistantServed() if course.journal.num_tokens:
-                        raise Failed("a replica has other weights than the request was begun on")
+                        raise Failed("a replica has other weights than the replica that began the request")
                     case DistantServed():
                         self._fleet.adopt(message)
                         raise model_changed()
@@ -409,9 +421,9 @@ class ClusterBridge:
         raise Failed("a replica ended the stream before its end")
 
     async def _in_time(self, messages: AsyncGenerator[Message, None], course: FailoverState) -> AsyncIterator[Message]:
-        """Messages of the router, and of the replica that the request was sent to, which gives signs of life.
+        """Yield messages of the router and of the replica, as long as the replica sends signs of life.
 
-        A request that waits for a replica with room has the time that its client gives it.
+        The wait for a replica with a free row is limited only by the timeout of the request.
 
         Raises: Failed; ApiError.
         """
@@ -422,7 +434,7 @@ class ClusterBridge:
             try:
                 last = loop.time()
                 while not (await asyncio.wait([awaited], timeout=patience))[0]:
-                    if loop.time() < last + patience + MOST_LATE:  # otherwise this process has not run itself
+                    if loop.time() < last + patience + MOST_LATE:  # otherwise this process itself was stopped
                         self._check_silence(course.replica, max(began, self._heard), loop.time())
                     last = loop.time()
                 message = await awaited
@@ -430,12 +442,15 @@ class ClusterBridge:
                 return
             finally:
                 if awaited.cancel():
-                    await asyncio.wait([awaited])  # messages must not be closed while it runs
+                    await asyncio.wait([awaited])  # the generator must not be closed while `anext` runs
             self._heard = loop.time()
             yield message
 
     def _check_silence(self, replica: str, since: float, now: float) -> None:
-        """Raises: Failed where a replica was silent; ApiError where there has been none for long."""
+        """Raise the error for a silence.
+
+        Raises: Failed if a replica was silent; ApiError if there has been no replica for ``absence_timeout``.
+        """
         if replica:
             self._silent[replica] = now + max(SILENT_SECONDS, 2 * self._settings.stall_timeout)
             raise Failed(f"{replica} was silent for {self._settings.stall_timeout:g} seconds")
@@ -444,18 +459,18 @@ class ClusterBridge:
 
 
 def _absent(seconds: float) -> ApiError:
-    return ApiError(503, f"there has been no replica for {seconds:g} seconds; try again", code="no_replicas")
+    return ApiError(503, f"no replica has been available for {seconds:g} seconds; try again later", code="no_replicas")
 
 
 def _unavailable(reason: str) -> ApiError:
-    return ApiError(503, f"no replica could finish the request: {reason}; try again", code="replicas_lost")
+    return ApiError(503, f"no replica could finish the request: {reason}; try again later", code="replicas_lost")
 
 
 def with_callers(app: ASGIApp, has_keys: bool) -> ASGIApp:
     """Set `CALLER` for every request: its id, its ``x-session-id``, and its client.
 
     Args:
-      has_keys: whether clients are told apart by their keys; otherwise by their addresses.
+      has_keys: whether clients are identified by API key; otherwise by address.
     """
 
     async def noted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -470,5 +485,5 @@ def with_callers(app: ASGIApp, has_keys: bool) -> ASGIApp:
 
 
 def _told(header: bytes | None) -> str:
-    """A header that may stand in a log; empty for another."""
+    """Value of a header if it is safe in logs; otherwise empty."""
     return header.decode() if header is not None and ALLOWED_ID.fullmatch(header) else ""

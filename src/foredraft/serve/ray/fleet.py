@@ -1,4 +1,4 @@
-"""Replicas of a cluster as one process sees them."""
+"""Connection of one process to the replicas of a cluster."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DESCRIBE_SECONDS = 600.0
 
 
 class RayFleet:
-    """Engines behind a handle, once there is one.
+    """Replicas behind a Ray Serve handle.
 
     Attributes:
-      served: models that the engines serve; None before they were asked.
-      application: gets the models when other weights are deployed; None for nobody.
+      served: models that the replicas serve; None before `learn`.
+      application: application that is updated when other weights are deployed; None for none.
     """
 
     def __init__(self) -> None:
@@ -30,26 +30,26 @@ class RayFleet:
         self.application: Application | None = None
 
     def adopt(self, served: DistantServed) -> None:
-        """Take over models with other weights, which were deployed."""
+        """Switch to newly deployed models."""
         self.served = served
         if self.application is not None:
             self.application.served = served
 
     def connect(self, handle: DeploymentHandle) -> None:
-        """Ask these engines from now on."""
+        """Set the handle of the replicas."""
         self._describe = handle.options(method_name="describe")
         self._generate = handle.options(method_name="generate", stream=True)
 
     async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
-        """Messages of the router and of one replica.
+        """Yield the messages of the router and of one replica for a request.
 
-        Raises: Failed for every error that is not the fault of the request.
+        Raises: Failed for every error that is not caused by the request.
         """
         loop = asyncio.get_running_loop()
         routed: asyncio.Queue[Routed] = asyncio.Queue()
 
         def route(replica: str) -> None:  # called in the thread of the router
-            with suppress(RuntimeError):  # the loop has ended, and the request with it
+            with suppress(RuntimeError):  # the loop has been closed, together with the request
                 loop.call_soon_threadsafe(routed.put_nowait, Routed(replica))
 
         answer = self._generate.remote(replace(work, route=route))
@@ -63,14 +63,14 @@ class RayFleet:
             answer.cancel()
 
     def learn(self) -> DistantServed:
-        """Ask one of the engines for its models, from a thread that may wait."""
+        """Fetch the served models from one of the replicas. It blocks, so it must not be called in the event loop."""
         served: DistantServed = self._describe.remote().result(timeout_s=DESCRIBE_SECONDS)
         self.adopt(served)
         return served
 
 
 async def merged(routed: asyncio.Queue[Routed], answer: AsyncIterator[Message]) -> AsyncGenerator[Message, None]:
-    """Messages of the router until a replica answers, then the messages of the replica."""
+    """Yield messages of the router until the replica answers, then messages of the replica."""
     first, sent = asyncio.ensure_future(anext(answer)), asyncio.ensure_future(routed.get())
     try:
         while not first.done():

@@ -1,4 +1,4 @@
-"""``foredraft serve --replicas``: engines in a cluster of Ray, and the server in this process."""
+"""``foredraft serve --replicas``: engines in a Ray cluster, and the HTTP server in this process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from foredraft.serve.server import Server
 
 APPLICATION = "foredraft"
 STORE_BYTES = 100_000_000
-"""Size of Ray's object store; messages are small."""
+"""Size of Ray's object store, in bytes; messages are small."""
 
 
 def start_ray(address: str | None, num_cpus: float) -> None:
-    """Join a cluster, or begin one on this machine that has so many processors, whatever the machine has.
+    """Join a Ray cluster, or start one on this machine.
 
-    Ray runs its workers at niceness 15, where they hardly get a turn beside anything else that computes. Those of a
-    cluster that is begun here run as this process does; one that is joined has chosen for itself.
+    Ray runs its workers at niceness 15, at which they get little processor time beside other work. A cluster that is
+    started here runs them at the niceness of this process; a cluster that is joined keeps its own setting.
 
-    Raises: ConfigError where there is no cluster at the address.
+    Args:
+      address: address of the cluster to join; None to start one.
+      num_cpus: number of processors that the new cluster reports, whatever the machine has.
+
+    Raises: ConfigError if no cluster can be joined or started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -46,15 +50,18 @@ def start_ray(address: str | None, num_cpus: float) -> None:
                 **quiet,
             )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"no cluster of Ray could be joined or begun: {str(error)[:300]}") from None
+        raise ConfigError(
+            f"no Ray cluster could be joined or started: {str(error)[:300]}; check --ray-address, or leave it out to "
+            "start a cluster on this machine"
+        ) from None
 
 
 def serve_cluster(
     config: ClusterConfig, address: str | None, *, host: str, port: int, say: Callable[[str], None]
 ) -> None:
-    """Serve until a signal; the engines end with it.
+    """Serve until a signal arrives. The engines end together with this process.
 
-    Raises: ConfigError; what has kept the engines from starting.
+    Raises: ConfigError; the error that prevented the engines from starting.
     """
     start_ray(address, config.num_replicas * config.num_cpus)
     import ray

@@ -17,26 +17,27 @@ from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
 
 OutputIds = tuple[tuple[int, ...], ...]
-"""Output so far of each sample of a prompt."""
+"""Token ids of the output so far, for each sample of a prompt."""
 
 
 @dataclass(frozen=True)
 class ReplicaRequest:
-    """Request for a replica, with the output that other replicas have delivered.
+    """Request for a replica, with the output that other replicas have already delivered.
 
     Args:
       request_id: id for logs.
-      name: served name, which selects a way of drafting.
-      prompts: token ids, with their text where that was given.
-      params: parameters of each prompt, with a seed.
-      output_ids: delivered output of each prompt; empty where nothing was delivered.
-      weights, fingerprint: see `Served`. A replica with other weights does not take the request.
-      session: session that the client has named, or nothing.
+      name: served name, which selects a drafting method.
+      prompts: token ids of each prompt, with its text if the client sent text.
+      params: sampling parameters of each prompt, with a seed.
+      weights, fingerprint: values of `Served.weights` and `Served.fingerprint`; a replica with other weights refuses
+        the request.
+      output_ids: delivered output of each prompt; empty if nothing was delivered.
+      session: session named by the client; empty for none.
       avoided: replicas that have failed the request.
-      wants_trees: whether drafts are sent with every delta.
-      wants_news: whether the client gets single steps; otherwise deltas may come seldom.
-      route: called with the name of the replica that the request is sent to, or an empty one while it waits for a
-        replica with a free row. It stays in its process.
+      wants_trees: whether deltas contain draft trees.
+      wants_news: whether the client receives the output of single steps; otherwise deltas are sent less often.
+      route: callback in the sending process with the name of the replica that receives the request; the name is empty
+        while the request waits for a replica with a free row. None in other processes.
     """
 
     request_id: str
@@ -62,12 +63,12 @@ class ReplicaRequest:
 
     @property
     def salt(self) -> str:
-        """Cache salt of the prompts; empty where they have none."""
+        """Cache salt of the prompts; empty for none."""
         return str(self.prompts[0].get("cache_salt", ""))
 
     @property
     def continued(self) -> list[dict[str, Any]]:
-        """Prompts as `LLM.stream` takes them."""
+        """Prompts with their output so far, in the form of `LLM.stream`."""
         if not self.output_ids:
             return list(self.prompts)
         pairs = zip(self.prompts, self.output_ids, strict=True)
@@ -76,11 +77,11 @@ class ReplicaRequest:
 
 @dataclass(frozen=True)
 class Routed:
-    """The request was sent to a replica.
+    """Message that the request was sent to a replica.
 
     Args:
       replica: name of the replica; empty while the request waits for one with a free row.
-      has_accepted: whether the replica has the request; it then sends a message at least every `SIGN_SECONDS`.
+      has_accepted: whether the replica has accepted the request; it then sends a message at least every `SIGN_SECONDS`.
     """
 
     replica: str
@@ -89,7 +90,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Started:
-    """The engine of a replica has taken the request in.
+    """Message that the engine of a replica has accepted the request.
 
     Args:
       fingerprint: fingerprint of the replica.
@@ -100,10 +101,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """Output of one or more steps; empty to show that the replica is alive.
+    """Output of one or more steps; empty as a sign of life.
 
     Args:
+      deltas: output of single rows.
       stats: counters of all work of this replica for the request.
+      num_cached_tokens: number of prompt tokens found in the prefix cache.
     """
 
     deltas: tuple[StreamOutput, ...] = ()
@@ -113,10 +116,12 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finished:
-    """The request has ended.
+    """Message that the request has ended.
 
     Args:
       outputs: results, without the log-probabilities of tokens that other replicas have delivered.
+      stats: counters of all work of this replica for the request.
+      num_cached_tokens: number of prompt tokens found in the prefix cache.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -125,12 +130,12 @@ class Finished:
 
 
 class Failed(Exception):
-    """A replica has died or cannot be reached. Another replica may take the request."""
+    """Error of a replica that has died or cannot be reached. Another replica may take the request."""
 
 
 @dataclass(frozen=True, eq=False)
 class DistantLLM:
-    """Facts of an `LLM` in another process, as far as the application reads them."""
+    """Attributes of an `LLM` in another process, as far as the application needs them."""
 
     tokenizer: Any
     speculative_config: SpeculativeConfig
@@ -145,11 +150,11 @@ class DistantLLM:
         return cls(llm.tokenizer, config, engine, info, llm.promise, llm.sampling_defaults)
 
     def prepare(self, sampling_params: SamplingParams) -> None:
-        """Grammars are compiled by the replica."""
+        """Do nothing, because the replica compiles grammars."""
 
 
 class DistantServed(Served):
-    """Served models of a replica, without the models, so that they can be sent to an ingress."""
+    """Served models of a replica without the weights, small enough to be sent to an ingress."""
 
     def __init__(self, served: Served) -> None:
         distant = {id(llm): DistantLLM.of(llm) for llm in served.llms}
@@ -159,12 +164,12 @@ class DistantServed(Served):
 
     @property
     def num_rows(self) -> int:
-        """Rows that run at once on one replica."""
+        """Number of rows that one replica runs at once."""
         return self.llm.engine_config.max_num_seqs
 
     def warm(self) -> None:
-        """Replicas do this themselves."""
+        """Do nothing, because replicas warm up themselves."""
 
 
 Message = Routed | Started | Delta | Finished | ApiError | DistantServed
-"""Messages of one request. An error ends it; served models are those of a replica that has other weights."""
+"""Messages of one request. `ApiError` ends the request; `DistantServed` reports that the replica has other weights."""

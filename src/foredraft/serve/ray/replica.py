@@ -1,4 +1,4 @@
-"""One engine of a cluster: the thread of `foredraft.serve.bridge`, reached by messages instead of HTTP."""
+"""Replica of a cluster: one engine thread of `foredraft.serve.bridge`, driven by messages instead of HTTP."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ logger = logging.getLogger("foredraft.serve")
 
 INFO = ("model_name", "pid", "host", "fingerprint")
 MESSAGE_SECONDS = 0.002
-"""Between the messages of a replica, which take processors' time at both ends. With many requests at once, what several
-steps have brought one of them travels together."""
+"""Minimum time between messages of a replica, per open request, because messages cost processor time on both sides.
+With many open requests, one message carries the output of several steps."""
 
 
 class Replica:
-    """Models in memory that take requests of an ingress.
+    """Models in memory that process requests of an ingress.
 
     Args:
-      load: loads the models; called in the thread of the engine.
-      model: label of the metrics.
+      load: function that loads the models; called in the engine thread.
+      model: value of the label ``model_name`` of the metrics.
       name: name of the replica.
-      step_timeout: seconds that a step may take; during a longer step the replica counts as not alive.
-      message_seconds: least time between messages of one request.
+      step_timeout: maximum duration of a step, in seconds; during a longer step the replica counts as not alive.
+      message_seconds: minimum time between messages of one request, in seconds, per open request.
 
     Attributes:
-      description: served models, as an ingress gets them.
+      description: served models in the form that an ingress receives.
 
-    Raises: whatever error kept the models from being loaded.
+    Raises: the error that prevented the models from being loaded.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Replica:
         loaded.wait()
         if self._bridge.error is not None:
             raise self._bridge.error
-        info = Gauge(OWN + "replica_info", "Where a replica runs.", INFO, registry=self._metrics.registry)
+        info = Gauge(OWN + "replica_info", "Process and host of a replica.", INFO, registry=self._metrics.registry)
         info.labels(model, str(os.getpid()), platform.node(), self.description.fingerprint).set(1)
 
     def _loaded(self) -> Sequence[LLM]:
@@ -82,11 +82,12 @@ class Replica:
 
     @property
     def page(self) -> bytes:
-        """All samples in the text format of Prometheus."""
+        """All samples in the Prometheus text format."""
         return self._metrics.page()
 
     async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
-        """Do a request from where it stands; ending early ends it in the engine before the next step."""
+        """Run a request from its current state and yield its messages. Closing the generator early ends the request
+        before the next step."""
         if work.weights != self.description.weights:
             yield self.description
             return
@@ -100,7 +101,8 @@ class Replica:
             self._num_open -= 1
 
     async def _generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
-        llm = self._served.names.get(work.name, self._served.llm)  # deployed anew without it: the texts are the same
+        # A new deployment may lack the name. The default method generates the same tokens.
+        llm = self._served.names.get(work.name, self._served.llm)
         prepared = asyncio.ensure_future(asyncio.to_thread(_prepare, llm, work))
         while not (await asyncio.wait([prepared], timeout=SIGN_SECONDS))[0]:
             yield Delta()
@@ -108,7 +110,7 @@ class Replica:
             yield ApiError.of(error)
             return
         ticket = QueuedRequest(llm, work.continued, work.params)
-        logger.info("request %s: taken in by %s after %d tokens", work.request_id, self.name, _num_delivered(work))
+        logger.info("request %s: accepted by %s after %d tokens", work.request_id, self.name, _num_delivered(work))
         self._bridge.submit(ticket)
         try:
             async with aclosing(self._messages(ticket, work)) as messages:
@@ -127,7 +129,9 @@ class Replica:
                 await asyncio.wait([awaited], timeout=max(0.0, due - now()) if came else SIGN_SECONDS)
                 if not awaited.done() and not came:
                     if not self.is_alive:
-                        yield ApiError(503, f"a step takes longer than {self._step_timeout:g} seconds")
+                        yield ApiError(
+                            503, f"an engine step takes longer than {self._step_timeout:g} seconds (step_timeout)"
+                        )
                         return
                     yield Delta()
                 if awaited.done():
@@ -158,7 +162,7 @@ class Replica:
 
 
 def _prepare(llm: LLM, work: ReplicaRequest) -> None:
-    """Compile grammars, which takes time."""
+    """Compile the grammars of a request, which is slow."""
     for params in {id(one): one for one in work.params}.values():
         llm.prepare(params)
 
@@ -170,7 +174,7 @@ def _news(ticket: QueuedRequest, work: ReplicaRequest, came: Sequence[StreamOutp
 
 
 def _light(delta: StreamOutput, work: ReplicaRequest) -> StreamOutput:
-    """A delta without what nobody reads."""
+    """Delta without the parts that the ingress does not read."""
     return delta if work.wants_trees else replace(delta, tree=None, segments=())
 
 

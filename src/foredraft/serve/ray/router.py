@@ -1,4 +1,4 @@
-"""The router of Ray Serve by beginnings of prompts, sessions and loads."""
+"""Router for Ray Serve that chooses replicas by prompt prefix, session and load."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from foredraft.serve.ray.messages import ReplicaRequest
 
 
 class ReportingReplica(RunningReplica):  # type: ignore[misc]
-    """A replica whose requests are told where they were sent, since one that hangs does not say so itself."""
+    """Replica wrapper that reports to each request where it was sent. A replica that hangs cannot report this
+    itself."""
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
-        """Called by Ray Serve."""
+        """Send a request to the replica; called by Ray Serve."""
         _tell(pr, _name(self))
         result = super().try_send_request(pr, with_rejection)
         ask = result.get_rejection_response
 
         async def answer() -> Any:
             told = await ask()
-            if told is not None and not told.accepted:  # it waits again for one with room
+            if told is not None and not told.accepted:  # the request waits again for a replica with a free row
                 _tell(pr, "")
             return told
 
@@ -30,25 +31,26 @@ class ReportingReplica(RunningReplica):  # type: ignore[misc]
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Sends requests where `Affinity` says, and what a replica has begun to one of the same fingerprint."""
+    """Router that follows `Affinity`, and continues begun requests on replicas with the same fingerprint if
+    possible."""
 
     def initialize_state(self, **options: Any) -> None:
-        """Take the options of `Affinity`; called by Ray Serve."""
+        """Create the `Affinity` from its options; called by Ray Serve."""
         self._affinity = Affinity(**options)
 
     def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
-        """Called by Ray Serve for every replica that it has started."""
+        """Wrap a started replica; called by Ray Serve."""
         return ReportingReplica(replica_info)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then the others, for when it is full."""
+        """Return the chosen replica, followed by the others as fallback if it is full."""
         work = _work(pending_request)
         if not candidate_replicas or pending_request is None or work is None:
             return [list(candidate_replicas)]
         _tell(pending_request, "")
-        pending_request.routing_context.should_backoff = True  # else Ray asks full replicas again without a pause
+        pending_request.routing_context.should_backoff = True  # otherwise Ray retries full replicas without a pause
         fitting = suitable(work, candidate_replicas)
         loads = {_name(each): self.replica_queue_len_cache.get(each.replica_id) or 0 for each in fitting}
         chosen = self._affinity.choose(work.ids, work.session, loads, work.salt)
@@ -57,13 +59,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         return [first, rest] if rest else [first]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Remember where a prompt was read that went elsewhere because its replica was full."""
+        """Record the replica that received the prompt."""
         if (work := _work(pending_request)) is not None:
             self._affinity.note(work.ids, work.session, str(replica_id.unique_id), work.salt)
 
 
 def _work(request: PendingRequest | None) -> ReplicaRequest | None:
-    """Argument of a request for tokens; None for other requests."""
+    """Return the argument of a generation request; None for other requests."""
     work = request.args[0] if request is not None and request.args else None
     return work if isinstance(work, ReplicaRequest) else None
 
@@ -74,7 +76,8 @@ def _tell(request: PendingRequest, replica: str) -> None:
 
 
 def suitable(work: ReplicaRequest, candidates: list[RunningReplica]) -> list[RunningReplica]:
-    """Replicas of the best kind that there is: with the right weights, not lost by the request before, alike."""
+    """Return the best replicas. Replicas with the right weights come first, then those that have not failed the
+    request, then those with the same fingerprint; replicas that are equal in all three are returned together."""
 
     def rank(replica: RunningReplica) -> tuple[bool, bool, bool]:
         told = replica.replica_metadata

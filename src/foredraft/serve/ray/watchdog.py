@@ -1,8 +1,8 @@
-"""The watchdog of a replica: a process that ends it once it has not run for so long that Ray has given it up.
+"""Watchdog process of a replica. It kills the replica if the replica has not run for longer than Ray waits for it.
 
-Ray ends a replica that fails its checks by asking it to end, and by a signal only where that is not answered in time.
-The connection to a process that is stopped may be broken already, though; then asking fails at once, the signal is not
-sent, and the process keeps the processors that its replacement waits for (Ray 2.60).
+When a replica fails its health checks, Ray first requests its shutdown, and sends a signal only if the request gets no
+response in time. The connection to a stopped process may already be broken. Then the request fails at once, no signal
+is sent, and the process keeps the processors that its replacement needs (Ray 2.60).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TICK_SECONDS = 1.0
 
 
 def start_watchdog(seconds: float) -> None:
-    """Have this process ended by a signal when none of its threads has run for so long; the watchdog ends with it."""
+    """Start a watchdog that kills this process if none of its threads has run for this many seconds. The watchdog ends
+    together with this process."""
     command = [sys.executable, "-I", __file__, str(os.getpid()), str(seconds)]
     watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
     beating = threading.Thread(target=_beat, args=[watchdog], name="foredraft-watchdog", daemon=True)
@@ -30,19 +31,20 @@ def start_watchdog(seconds: float) -> None:
 def _beat(watchdog: subprocess.Popen[bytes]) -> None:
     assert watchdog.stdin is not None
     pause = threading.Event()
-    with suppress(BrokenPipeError):  # somebody has ended the watchdog; the replica goes on without
+    with suppress(BrokenPipeError):  # the watchdog was killed; the replica continues without one
         while not pause.wait(BEAT_SECONDS):
             watchdog.stdin.write(b".")
 
 
 def watch(beats: int, pid: int, seconds: float) -> None:
-    """Read beats of the parent until it ends, or end it.
+    """Read heartbeats until the parent process ends, or kill it when they stop.
 
-    Seconds are counted one by one, so that those in which this process was stopped itself do not count.
+    Seconds are counted one at a time, so that time in which the watchdog itself was stopped does not count.
 
     Args:
-      beats: a file descriptor.
-      pid: of the parent.
+      beats: file descriptor of the heartbeats.
+      pid: process id of the parent.
+      seconds: time without heartbeats after which the parent is killed.
     """
     silent = 0.0
     while silent < seconds:
