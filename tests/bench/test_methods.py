@@ -173,8 +173,8 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
     assert max(map(len, others)) <= width
     for part in (
         "12.11 (12.11-12.11)",
-        "near-ties: same tokens except for near-ties. Outputs with the tokens of plain decoding: 2 of 3; 1 differ, with "
-        "gaps of at most 0.12 in logits",
+        "near-ties: same tokens except for near-ties. Outputs with the tokens of plain decoding: 2 of 3; 1 differ, "
+        "with gaps of at most 0.12 in logits",
         "lookahead differs from plain decoding on 1 of 3 prompts, first on chat-1 at token 5 (gap 0.125)",
         "needs a datastore [and a reason]",
         "3 prompts are too few",

@@ -180,7 +180,7 @@ def test_smollm2_runs_in_its_4_bits(dtype: str) -> None:
     [
         ("zoo:tiny", {"weights": "stored"}, "zoo:tiny has no GGUF file; leave weights out"),
         ("zoo:tiny", {"weights": "sorted"}, "weights is 'sorted'; known is 'stored'"),
-        ("zoo:tiny", {"weights": "stored", "quantization": "int8"}, "would round them once more"),
+        ("zoo:tiny", {"weights": "stored", "quantization": "int8"}, "would round them again"),
         (None, {"weights": "stored"}, "the model is loaded already; give its GGUF file"),
     ],
 )

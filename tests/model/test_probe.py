@@ -253,7 +253,7 @@ def check_faults(
                 assert not lm.supports_trees, (fault, lm.probe)
                 assert "verifies chains but not trees (relative error" in caplog.text
             else:
-                with pytest.raises(ProbeError, match=r"relative error .*; rounding alone gives .*, allowed is"):
+                with pytest.raises(ProbeError, match=r"relative error .*; rounding alone gives .*, the limit is"):
                     load(model, kind)
 
 
@@ -331,7 +331,7 @@ def test_a_graph_that_ignores_its_positions_loses_trees(
     assert_right(load(model))
     with caplog.at_level(logging.WARNING, "foredraft"):
         assert not load(model, "packed").supports_trees
-    assert f'comes from running it in {dtype} and packed execution: try execution="eager"' in caplog.text
+    assert f'The cause is running in {dtype} and packed execution: try execution="eager"' in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -401,7 +401,7 @@ def quantized(dtype: torch.dtype, dim: tuple[int, ...]) -> PreTrainedModel:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_arithmetic_that_depends_on_the_batch_is_refused_for_that(dtype: str) -> None:
     with pytest.raises(
-        ProbeError, match=r"gives a text different logits alone than in a batch .* Quantise weights only"
+        ProbeError, match=r"gives a sequence different logits alone than in a batch .* Quantise weights only"
     ):
         load(quantized(DTYPES[dtype], (0, 1, 2)))
 

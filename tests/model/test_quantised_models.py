@@ -215,7 +215,7 @@ def test_a_quantised_model_drafts_for_itself_with_what_it_has() -> None:
 def test_rows_that_are_rounded_together_are_refused(new: type[Quantised], dtype: torch.dtype) -> None:
     model = replaced(dense_model(dtype), new)
     want = plain(model)
-    with pytest.raises(UnsupportedModelError, match="by what all rows of a forward hold") as refusal:
+    with pytest.raises(UnsupportedModelError, match="with a scale shared by all rows of a forward pass") as refusal:
         drafted(model)
     assert f"{new.__module__}.{new.__name__}" in str(refusal.value)
     assert "weight-only" in str(refusal.value)
@@ -240,7 +240,9 @@ def test_torchs_dynamic_int8_is_refused_for_what_it_does() -> None:
     quantization = pytest.importorskip("torch.ao.quantization")  # deprecated in favour of torchao
     model = quantization.quantize_dynamic(dense_model(), {nn.Linear}, dtype=torch.qint8)
     want = plain(model)
-    with pytest.raises(UnsupportedModelError, match=r"torch\.ao\S+Linear.* by what all rows of a forward hold"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"torch\.ao\S+Linear.* with a scale shared by all rows of a forward pass"
+    ):
         drafted(model)
     assert plain(model) == want
 
@@ -361,7 +363,9 @@ def test_bitsandbytes_in_four_bits(dtype: torch.dtype) -> None:
 def test_bitsandbytes_in_eight_bits(dtype: torch.dtype) -> None:
     """Refused for its outliers; and the refusal leaves the model's own first forward to the model."""
     model = bitsandbytes_model("Linear8bitLt", dtype, has_fp16_weights=False, threshold=6.0)
-    with pytest.raises(UnsupportedModelError, match=r"Linear8bitLt.* by what all rows of a forward hold"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"Linear8bitLt.* with a scale shared by all rows of a forward pass"
+    ):
         drafted(model)
     assert plain(model) == plain(bitsandbytes_model("Linear8bitLt", dtype, has_fp16_weights=False, threshold=6.0))
     model = bitsandbytes_model("Linear8bitLt", dtype, has_fp16_weights=False, threshold=0.0)

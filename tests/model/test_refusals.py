@@ -77,11 +77,9 @@ def test_a_wrapped_model_is_told_to_come_unwrapped(face: str) -> None:
     """The first version printed all layers of the wrapper."""
     with pytest.raises(UnsupportedModelError, match="the model is a Wrapped around a LlamaForCausalLM") as refusal:
         FACES[face](Wrapped(toy_model(64)))
-    assert "give the one inside: model.base_model.model." in str(refusal.value)
+    assert "pass the inner one: model.base_model.model." in str(refusal.value)
     assert len(str(refusal.value)) < 500
-    with pytest.raises(
-        UnsupportedModelError, match="the model is a Linear, which contains no supported transformers model"
-    ):
+    with pytest.raises(UnsupportedModelError, match="the model is a Linear, which contains no supported transformers"):
         FACES[face](torch.nn.Linear(2, 2))
 
 

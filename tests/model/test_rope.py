@@ -144,7 +144,7 @@ def test_a_text_that_begins_before_the_border_ends_there(caplog: pytest.LogCaptu
     found = model.generate(ids, **options, custom_generate=speculate("ngram"))
     assert found.shape == (1, BORDER)
     assert "filled the 48 tokens" in caplog.text
-    assert "a longer prompt runs with the long factors throughout, up to 256 tokens" in caplog.text
+    assert "a longer prompt uses the long factors from the start, up to 256 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("lengths", [(100, 70), (100, 20)])

@@ -13,10 +13,10 @@ UNCOMPILED = {  # and why
     "qwen3-moe": "GuardOnDataDependentSymNode",
     "mixtral": "GuardOnDataDependentSymNode",
     "deepseek-v3": "does not read the cache",
-    "falcon": "attention of its own",
-    "falcon-multi-query": "attention of its own",
-    "gemma2": "attention of its own",
-    "gpt-oss": "attention of its own",
+    "falcon": "its own attention code",
+    "falcon-multi-query": "its own attention code",
+    "gemma2": "its own attention code",
+    "gpt-oss": "its own attention code",
 }
 ALL = [
     pytest.param(name, marks=[] if name in FAST else pytest.mark.full)

@@ -176,7 +176,7 @@ def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
 def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(method: str, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc")
     llm = LLM(narrow_opt(), tokenizer="zoo:tiny")
-    with pytest.raises(UnsupportedModelError, match="pass on 32 numbers, and its output layer reads 16"):
+    with pytest.raises(UnsupportedModelError, match="have width 32, and its output layer has input width 16"):
         Training(llm, Plan(method=method, out=tmp_path, prompts=tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Which dtype a model is loaded in: as asked, or the checkpoint's own where that is no slower."""
+"""Choice of the dtype in which a model is loaded: the requested one, or the checkpoint's if that is not slower."""
 
 from __future__ import annotations
 
@@ -31,27 +31,30 @@ DTYPES = {
     "double": torch.float64,
 }
 KV_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
-"""Of keys and values; None is that of the model."""
+"""Dtypes of keys and values; None is the dtype of the model."""
 _SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def check_kv_cache_dtype(name: str) -> None:
-    """Raises: ConfigError for an unknown one."""
+    """Check the ``kv_cache_dtype`` option.
+
+    Raises: ConfigError for an unknown value.
+    """
     if name not in KV_DTYPES:
-        of_floats = "no kernel here reads floats of 8 bits; 'int8' takes as many bytes. " if "fp8" in str(name) else ""
+        of_floats = "foredraft has no kernel for fp8; 'int8' has the same size. " if "fp8" in str(name) else ""
         raise ConfigError(
-            f"kv_cache_dtype is {name!r}; {of_floats}Known are auto, the dtype of the model, bfloat16 and int8"
+            f"kv_cache_dtype is {name!r}; {of_floats}Choose auto (the dtype of the model), bfloat16 or int8"
         )
 
 
 def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype | None:
-    """What keys and values of a model are rounded to; None where they stay as they are.
+    """Return the dtype to which keys and values of a model are rounded; None for no rounding.
 
     Args:
       name: a key of `KV_DTYPES`.
-      dtype: of the model.
+      dtype: dtype of the model.
 
-    Raises: ConfigError for an unknown name, and for one that saves nothing beside this model.
+    Raises: ConfigError for an unknown name, and for a dtype that saves no memory with this model.
     """
     check_kv_cache_dtype(name)
     chosen = KV_DTYPES[name]
@@ -59,8 +62,8 @@ def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype | None:
         return None
     if chosen is not None and chosen.itemsize >= dtype.itemsize:
         raise ConfigError(
-            f"kv_cache_dtype is {name!r}, and the model runs in {str(dtype).removeprefix('torch.')}, which takes "
-            "as many bytes for more digits; leave it out, or use 'int8'"
+            f"kv_cache_dtype is {name!r}, which is not smaller than the model's {str(dtype).removeprefix('torch.')}; "
+            "leave it out, or use 'int8'"
         )
     return chosen
 
@@ -72,17 +75,17 @@ def choose_dtype(
     widest: torch.dtype | None = None,
     structure: Callable[[], nn.Module] | None = None,
 ) -> torch.dtype:
-    """The dtype to load in.
+    """Return the dtype to load in.
 
     Args:
-      dtype: a dtype, its name, or "auto": single and double precision as they are stored, half precision as it is
-        stored where the device computes in it, and float32 otherwise. A CPU that does not compute in bfloat16 keeps it
-        where kernels of the library multiply all weights: these read half the bytes, and sum in float32.
-      stored: of the checkpoint; None where it is not known.
-      widest: what "auto" takes instead of anything wider.
-      structure: gives modules as they will be loaded, on any device; None where they cannot be had.
+      dtype: a dtype, its name, or "auto". "auto" keeps single and double precision as stored. It keeps half precision
+        if the device computes in it, and uses float32 otherwise. On a CPU that does not compute in bfloat16, it keeps
+        bfloat16 if the library's own kernels multiply all weights: they read half the bytes, and sum in float32.
+      stored: dtype of the checkpoint; None if unknown.
+      widest: largest dtype that "auto" may return.
+      structure: function that returns the modules to be loaded, on any device; None if that is not possible.
 
-    Raises: ConfigError.
+    Raises: ConfigError for an unknown name.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -96,7 +99,7 @@ def choose_dtype(
 
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products in this dtype are the device's own, not converted ones."""
+    """Return whether the device multiplies in this dtype natively, without conversion."""
     if dtype in (torch.float32, torch.float64):
         return True
     if dtype not in (torch.bfloat16, torch.float16):
@@ -109,17 +112,17 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _reads_half(device: torch.device, dtype: torch.dtype, structure: Callable[[], nn.Module] | None) -> bool:
-    """Whether kernels of the library multiply every weight of a model on a CPU that has no bfloat16 products."""
+    """Return whether the library's kernels multiply every weight of a bfloat16 model on this CPU."""
     if device.type != "cpu" or dtype != torch.bfloat16 or structure is None or library() is None:
         return False
-    # torch's own products, of experts and of layers of another class, take two to five times as long in bfloat16 there
+    # torch's own products (experts, layers of other classes) are two to five times slower in bfloat16 on such CPUs
     model = structure()
     linears = (layer for layer in model.modules() if isinstance(layer, nn.Linear))
     return not other_products(model) and all(type(layer) is nn.Linear for layer in linears)
 
 
 def stored_dtype(config: Any, location: str, revision: str | None = None, *, is_local: bool) -> torch.dtype | None:
-    """The dtype of a checkpoint: as its config says, else as most of its weights are; None where it is unknown."""
+    """Return the dtype of a checkpoint, from its config or else from most of its weights; None if unknown."""
     for stored in (config.get_text_config(decoder=True).dtype, config.dtype):
         if isinstance(stored, torch.dtype):
             return stored
@@ -134,7 +137,7 @@ def stored_dtype(config: Any, location: str, revision: str | None = None, *, is_
 def _cached(location: str, name: str, options: dict[str, Any]) -> Path | None:
     try:
         file = cached_file(location, name, _raise_exceptions_for_missing_entries=False, **options)
-    except OSError:  # loading the weights will say what is wrong
+    except OSError:  # loading the weights reports the error
         return None
     return None if file is None else Path(file)
 
@@ -149,11 +152,11 @@ def _first_shard(index: Path | None) -> str | None:
 
 
 def _dtype_in(file: Path) -> torch.dtype | None:
-    """The dtype of most weights in a safetensors file."""
+    """Return the dtype of most weights in a safetensors file."""
     try:
         with file.open("rb") as stream:
             entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    except (OSError, ValueError, OverflowError, MemoryError):  # damaged: loading the weights will say so
+    except (OSError, ValueError, OverflowError, MemoryError):  # damaged; loading the weights reports it
         return None
     sizes: Counter[torch.dtype] = Counter()
     for name, entry in entries.items():

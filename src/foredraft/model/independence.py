@@ -1,8 +1,8 @@
-"""Whether quantised layers compute every row of a forward by itself, as exact verification needs.
+"""Check that quantised layers compute every row of a forward pass independently, as exact verification needs.
 
-Quantised weights are harmless: a layer that turns them back into floats computes each row on its own. Layers
-that round their inputs, too, may do so by a scale that all rows of a forward share. Then what a row says depends on
-what is drafted, and on who else is in the batch.
+Quantised weights alone are harmless: a layer that dequantises them computes each row independently. Layers that also
+round their inputs may use a scale that all rows of a forward pass share. The output of a row then depends on the draft,
+and on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ NUM_ROWS = 17  # more than any kernel for few rows takes (8 in GGUF's)
 FEW = (1, 5)
 LOUD = 50.0
 SHARED_LIMIT = 2e-3
-"""Of one shape, other rows must change nothing; kernels that do not repeat their sums move a row by less than this."""
+"""Maximum relative change of a row when other rows of the same shape change. An exact layer has no change; kernels
+whose sums are not repeatable stay below this limit.
+"""
 SMALL = 2.0**-12
-"""Of the largest number of a row: a change far below a step of 8 bits, and far above the rounding of float32."""
+"""Size of a test change, relative to the largest number of a row: far below one step of 8 bits, and far above the
+rounding of float32.
+"""
 UNLIKE = 0.1
-"""A layer over floats answers to such a change and to one that is `LARGE` times as large alike, within a hundredth; one
-that rounds its inputs to 8 bits answers to the small one by whole steps or not at all, so that they differ by all."""
+"""Maximum relative difference between the responses to a small change and to one `LARGE` times as large.
+
+A layer over floats responds in proportion, within a hundredth. A layer that rounds its inputs to 8 bits responds to the
+small change in whole steps or not at all, so the responses differ completely.
+"""
 LARGE = 64.0
 SHAPE_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_SHAPE_LIMIT = 0.02
@@ -33,32 +40,34 @@ HALF_SHAPE_LIMIT = 0.02
 
 @torch.inference_mode()
 def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Run every quantised linear of a shadow over a few random rows, beside quiet and loud ones, in forwards of several
-    sizes; about as much work as four forwards of the model.
+    """Run every quantised linear layer of a shadow over random rows of normal and of large size, in batches of several
+    sizes.
 
-    Returns: that a layer rounds its inputs, coarser than its dtype does; empty where none does.
-    Raises: UnsupportedModelError when a row depends on others, naming the layer.
+    Costs about as much as four forward passes of the model.
+
+    Returns: a sentence if a layer rounds its inputs more coarsely than its dtype does; empty if none does.
+    Raises: UnsupportedModelError if a row depends on others; the message names the layer.
     """
     rounding = ""
     for path, layer in quantised_layers(model):
         errors = _errors(layer, dtype, device)
         if errors is None:
-            continue  # it expects other inputs; the probe runs it within the model
+            continue  # the layer expects other inputs; the probe tests it within the model
         what = f"{path} of {name} is quantised ({_kind(layer)}) and"
         remedy = "Load the weights dequantised, or in a format that quantises weights alone (int8 or int4 weight-only)."
         shared, shape = errors
         if not shared <= SHARED_LIMIT:
             raise UnsupportedModelError(
-                f"{what} rounds the inputs of a row by what all rows of a forward hold: one row moved by {shared:.2g} "
-                f"of its size when another became larger (allowed {SHARED_LIMIT:.2g}). Its text depends on what is "
-                f"drafted and batched, so drafts cannot be verified exactly. {remedy}"
+                f"{what} rounds inputs with a scale shared by all rows of a forward pass: one row changed by "
+                f"{shared:.2g} of its size when another became larger (allowed {SHARED_LIMIT:.2g}). Outputs depend "
+                f"on the draft and the batch, so drafts cannot be verified exactly. {remedy}"
             )
         limit = SHAPE_LIMITS.get(dtype, HALF_SHAPE_LIMIT)
         if not shape <= limit:
             raise UnsupportedModelError(
-                f"{what} computes few rows differently from many: one row moved by {shape:.2g} of its size between "
-                f"forwards of {', '.join(map(str, FEW))} and {NUM_ROWS} rows (allowed {limit:.2g}). Its text depends "
-                f"on how much is drafted, so drafts cannot be verified exactly. {remedy}"
+                f"{what} computes few rows differently from many: one row changed by {shape:.2g} of its size between "
+                f"batches of {', '.join(map(str, FEW))} and {NUM_ROWS} rows (allowed {limit:.2g}). Outputs depend on "
+                f"the size of the draft, so drafts cannot be verified exactly. {remedy}"
             )
         if _rounds_inputs(layer, dtype, device):
             rounding = f"{_kind(layer)} rounds its inputs, so that log-probabilities hundredths apart are near-ties"
@@ -66,7 +75,7 @@ def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, devi
 
 
 def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Linears, by their ``in_features``, whose weight is not a plain tensor of floats; of nested ones the innermost."""
+    """Yield innermost linear layers (modules with ``in_features``) whose weight is not a plain tensor of floats."""
     for path, layer in model.named_modules():
         if isinstance(_num_inputs(layer), int) and not has_plain_weight(layer):
             inner = (child for child in layer.modules() if child is not layer)
@@ -75,8 +84,9 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def other_products(model: nn.Module) -> str:
-    """The name of a module that holds a matrix and is neither a linear layer nor an embedding, such as experts; empty
-    where there is none."""
+    """Return the class of a module with a matrix that is neither a linear layer nor an embedding, such as experts;
+    empty if there is none.
+    """
     for module in model.modules():
         if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             continue
@@ -87,29 +97,29 @@ def other_products(model: nn.Module) -> str:
 
 @torch.inference_mode()
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module scales what is shaped like its weight, (heads, size), and gives the same shape."""
+    """Return whether a module scales inputs of its weight's shape, (heads, size), and returns the same shape."""
     weights = list(module.parameters())
     if len(weights) != 1:
         return False
     states = torch.ones(1, 1, *weights[0].shape).to(weights[0])
     try:
         scaled = module(states)
-    except Exception:  # it takes something else
+    except Exception:  # the module needs other inputs
         return False
     return isinstance(scaled, torch.Tensor) and scaled.shape == states.shape
 
 
 def has_plain_weight(layer: nn.Module) -> bool:
-    """Whether the layer is a linear over floats, as `nn.Linear` computes it."""
+    """Return whether a layer is a linear layer over floats, computed as in `nn.Linear`."""
     weight = getattr(layer, "weight", None)
     return isinstance(layer, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
 
 
 @contextmanager
 def unchanged_attributes(model: nn.Module, name: str) -> Iterator[None]:
-    """Put back what forwards of a shadow change about the tensors that it shares, apart from their values.
+    """Restore attributes of shared tensors that forward passes of a shadow change inside the block.
 
-    Raises: UnsupportedModelError when they changed anything, since the owner's own modules would miss it.
+    Raises: UnsupportedModelError if anything changed, because the owner's modules would lack the change.
     """
     tensors = {
         f"{path}.{key}": tensor
@@ -130,14 +140,14 @@ def unchanged_attributes(model: nn.Module, name: str) -> Iterator[None]:
                 now.update(was)
     if changed:
         raise UnsupportedModelError(
-            f"{changed[0]} of {name} is set up by the first forward (as bitsandbytes does for int8), and foredraft "
-            "runs modules of its own over the tensors of your model, which yours would not notice. Run the model once, "
-            "model(input_ids), before you hand it over."
+            f"{changed[0]} of {name} is set up by the first forward pass (as bitsandbytes does for int8). Foredraft "
+            "runs a private copy of the modules, so your own modules would miss this setup. Run the model once, "
+            "model(input_ids), before you pass it to foredraft."
         )
 
 
 def _errors(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[float, float] | None:
-    """How far a row moves, relative to its size, with louder companions and with fewer; None when it cannot run."""
+    """Return relative changes of a row, with larger other rows and with fewer rows; None if the layer cannot run."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(NUM_ROWS, _num_inputs(layer), generator=generator).to(device, dtype)  # type: ignore[arg-type]
     loud = rows.clone()
@@ -152,8 +162,9 @@ def _errors(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 def _rounds_inputs(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a layer rounds what it is given, told by what it makes of small changes; never of half precision, which
-    is as coarse."""
+    """Return whether a layer rounds its inputs, judged by its response to small changes. False in half precision, which
+    is as coarse.
+    """
     if torch.finfo(dtype).eps > SMALL / LARGE:
         return False
     generator = torch.Generator().manual_seed(1)
@@ -165,7 +176,7 @@ def _rounds_inputs(layer: nn.Module, dtype: torch.dtype, device: torch.device) -
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest root-mean-square difference of a row, relative to its root mean square."""
+    """Return the largest root-mean-square difference of a row, relative to the root mean square of the row."""
     got, want = got.cpu().double(), want.cpu().double()  # not every device has float64
     size = want.square().mean(-1).sqrt().clamp_min(1e-12)
     return float(((got - want).square().mean(-1).sqrt() / size).max())

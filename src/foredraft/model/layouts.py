@@ -1,6 +1,7 @@
-"""How the nodes of one forward lie: their positions, what they may look at, and whether they run as a list.
+"""Layout of the nodes of a forward pass: their positions and masks, and whether they run as a flat list.
 
-Rows of a list run attention in groups: neighbours of like length and draft, so that none pays for a much longer one.
+Rows of a list run attention in groups of neighbours of similar length and draft size, so that no row is padded to
+a much longer one.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from foredraft.native.attention import DecodeAttention, PrefillAttention
 from foredraft.native.library import Library
 
 CALL_COLUMNS = 256
-"""What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""
+"""Cost of another attention call, in columns of one row and node: about 20 microseconds on a CPU."""
 
 NODES_PER_READING = 8
-"""How many nodes cost as much arithmetic as reading the keys and values of a row costs."""
+"""Number of nodes whose arithmetic costs as much as reading the keys and values of a row."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The nodes of one forward.
+    """The nodes of one forward pass.
 
     Args:
       tokens, positions: (B, N).
-      mask: what the model is given as its mask; of a list of nodes it only stands for the masks of its groups.
-      flat: the list, or None for a rectangle of rows.
+      mask: mask argument of the model. For a list of nodes, it is a placeholder for the masks of the groups.
+      flat: layout as a list, or None for a rectangle of rows.
     """
 
     tokens: torch.Tensor
@@ -51,13 +52,13 @@ def lay_out(
     takes_lists: bool,
     lists_all: bool,
 ) -> Layout:
-    """Open a cache for the nodes of a forward, and lay them out.
+    """Reserve cache columns for the nodes of a forward pass, and lay them out.
 
     Args:
-      masks: makes the masks of the model.
-      kernels: by which few nodes run attention, if there are any.
-      takes_lists: rows of different numbers of nodes are to run as a list.
-      lists_all: others, too.
+      masks: builder of the model's masks.
+      kernels: kernels for attention over few nodes; None without.
+      takes_lists: run rows with different numbers of nodes as a list.
+      lists_all: run all other rows as a list too.
     """
     num_rows, width = nodes.tokens.shape
     trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
@@ -88,12 +89,12 @@ def _groups(
     masks: Masks,
     kernels: Library | None,
 ) -> tuple[RowGroup, ...]:
-    """The groups of a forward, in the order of its rows.
+    """Return the groups of a forward pass, in the order of its rows.
 
     Args:
-      counts: nodes of every row.
-      starts, positions: as for `Masks.of`.
-      trunks: columns of every row before the root of its draft.
+      counts: number of nodes of every row.
+      starts, positions: arguments of `Masks.of`.
+      trunks: number of columns before the root of the draft, by row.
     """
     found, first = [], 0
     heads = [trunk + nodes.num_fed for trunk in trunks]
@@ -147,13 +148,13 @@ def _masks_of(
 def placed(
     nodes: Nodes, trunks: Sequence[int], offsets: Sequence[int] | None, device: torch.device
 ) -> tuple[Nodes, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Nodes behind their rows, all of it on the device by one transfer.
+    """Place nodes after their rows, with everything moved to the device in one transfer.
 
     Args:
-      trunks: columns of every row before the root of its draft.
-      offsets: how far the positions of every row are ahead of its columns; None for nowhere.
-    Returns: nodes with tokens and ancestors on the device; starts (B, 1), the trunks; positions (B, S + N) in columns;
-      positions (B, N) of the new nodes as the model counts them; counts (B,) of real nodes.
+      trunks: number of columns before the root of the draft, by row.
+      offsets: distance between positions and columns, by row; None if all are 0.
+    Returns: nodes with tokens and ancestors on the device; starts (B, 1), equal to ``trunks``; positions (B, S + N) in
+      columns; the model's positions (B, N) of the new nodes; counts (B,) of real nodes.
     """
     starts = torch.tensor(trunks, device="cpu")[:, None]
     positions = starts + nodes.depths
@@ -167,10 +168,10 @@ def placed(
 
 
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:
-    """Neighbours whose padding costs less than calls of their own would, and that are for the same kernels.
+    """Yield groups of neighbouring rows whose padding costs less than separate calls, and that use the same kernels.
 
-    Lengths 100 100 900 of one node each make two groups: two rows of 900 columns would cost 1,600 columns more than
-    they need, and another call costs 256.
+    Lengths 100 100 900 of one node each give two groups: three rows of 900 columns would cost 1,600 extra columns, and
+    another call costs 256.
     """
     first, longest, widest = 0, lengths[0], counts[0]
     for row in range(1, len(lengths)):

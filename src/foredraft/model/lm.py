@@ -1,4 +1,4 @@
-"""The adapter around a `transformers` causal language model, target and drafter alike."""
+"""Adapter around a `transformers` causal language model, used for targets and for draft models."""
 
 from __future__ import annotations
 
@@ -48,37 +48,39 @@ __all__ = ["CausalLM", "Nodes", "Output", "Wanted", "check_supported", "fit_voca
 logger = logging.getLogger("foredraft")
 
 MAX_PROBES = 16
-"""Structures of one model, of which what the probe found is remembered."""
+"""Number of model structures whose probe result is kept per model."""
 
 
 def _nobody() -> None:
-    """Stands in for a reference to a model that has no other owner."""
+    """Stand-in for a weak reference, used where the model has no other owner."""
 
 
 class CausalLM:
     """Runs nodes through an unmodified model over a `KVCache`.
 
-    The user's module objects are never entered for speed: a *shadow* shares their tensors and carries private
-    modules and configs. ``forward`` is the only way in.
+    The adapter never changes the user's modules. It runs a *shadow*: private modules and configs that share the tensors
+    of the user's model. ``forward``, ``forward_with`` and ``chains`` run the model.
 
     Args:
       model: any `transformers` causal LM whose state can be rolled back.
       execution: "auto", "eager", "packed" or "compiled".
-      release_originals: let packed weights replace the originals; only for models that nobody else holds.
-      probe: compare a tree and ragged chains with plain forwards before anything else runs.
-      earlier: of another adapter of the same model; see `apply_execution`.
-      quantization: "int8" or "int4": decode the model with its linear layers rounded to so many bits.
-      kv_cache_dtype: "auto", "bfloat16" or "int8": decode it with keys and values rounded when they are written.
+      release_originals: replace the original weights by the packed ones, to save memory. Set it only for a model that
+        no other code uses.
+      probe: test the model when it is constructed, by comparing a tree and ragged chains with plain forward passes.
+      earlier: execution of another adapter of the same model, whose packed weights are reused; see `apply_execution`.
+      quantization: "int8" or "int4": run the model with its linear layers rounded to 8 or 4 bits. None for no rounding.
+      kv_cache_dtype: "auto", "bfloat16" or "int8": dtype to which keys and values are rounded when they are written.
 
     Attributes:
-      vocab_size: V, tokens that have a logit.
-      num_embeddings: tokens that can be read; some models have more of these, for images say.
-      layer_types: kind of attention of every layer.
-      window: width of the sliding windows, if there are any.
-      context_length: most tokens of a text from position 0 on.
-      long_context: most tokens of a text whose prompt is over the border of longrope; None without one.
-      shares_keys: whether some layers attend to keys and values of an earlier one.
-      quantization, kv_dtype: how linear layers, and keys and values, are rounded, if they are.
+      vocab_size: V, the number of tokens that have a logit.
+      num_embeddings: number of tokens that have an input embedding; larger than V in some models (image tokens).
+      layer_types: attention type of every layer.
+      window: width of the sliding windows; None without any.
+      context_length: maximum number of tokens of a sequence whose positions start at 0.
+      long_context: maximum number of tokens of a sequence whose prompt is longer than the longrope limit; None for
+        other models.
+      shares_keys: True if some layers attend to the keys and values of an earlier layer.
+      quantization, kv_dtype: rounding of the linear layers, and of keys and values; None for no rounding.
 
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
@@ -100,10 +102,10 @@ class CausalLM:
         asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
         self._asked: dict[str, Any] = asked
         self.quantization = quantization
-        # weights that are released cannot be read again, and nobody else holds the model
+        # released weights cannot be read again, and no other code uses the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
-        self._probes: dict[Any, Probe] = {}  # by the structures that the model had
+        self._probes: dict[Any, Probe] = {}  # by structure of the model
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
@@ -119,7 +121,7 @@ class CausalLM:
         self.layer_types = layer_types(self.config)
         slides = SLIDING in self.layer_types
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
-        self._of: CausalLM | None = None  # whose variant this is
+        self._of: CausalLM | None = None  # the adapter that this one is a variant of
         self._shadow = shadow(model).eval()
         compute_all_nodes(self._shadow)
         self.shares_keys = shares_keys(self.config)
@@ -143,20 +145,20 @@ class CausalLM:
         return_free_memory()
 
     def run_by(self, execution: Execution) -> None:
-        """Run forwards this way from now on."""
+        """Set the execution that later forward passes use."""
         self.execution = execution
         is_eager = self._shadow.config._attn_implementation == "eager"
-        # grouped attention takes either, and would turn a bool mask into this form in every layer
+        # grouped attention accepts both kinds of mask, and would convert a bool mask in every layer
         is_additive = is_eager or execution.uses_grouped_attention
         self._masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
-        # the attention that is ours knows what to do with a list of nodes, if the model lets it; its kernels and
-        # compiled layers take nothing else; on an accelerator one call for all rows beats calls without padding
+        # our grouped attention can run a flat list of nodes, and its kernels and compiled layers need one;
+        # on an accelerator one padded call for all rows is faster than several calls without padding
         self._takes_lists = execution.uses_grouped_attention and self.device.type == "cpu"
         self._lists_all = execution.kernels is not None or execution.num_compiled > 0
 
     @torch.inference_mode()
     def _record(self) -> None:
-        """Learn how forwards over few nodes run without modules, and how modules run compiled."""
+        """Record the program for forward passes over few nodes, and compile the layers."""
         run, forward = self.execution, partial(trial, self)
         self._lists_all = self._lists_all or run.compiled is not None
         if self._lists_all:
@@ -164,29 +166,32 @@ class CausalLM:
         run.compile(self.name, self.layers if run.compiled is not None else (), forward)
 
     def _fix_ropes(self) -> int | None:
-        """Fix frequencies that would change with the length of what runs; the context of prompts over their border."""
+        """Fix rotary frequencies that change with length; return the context above the longrope limit, if any."""
         border, context = longrope_border(self.config), getattr(self.config, "max_position_embeddings", None)
         has_long = fix_ropes(self._shadow, border)
         return context if has_long and border is not None and border < (context or 0) else None
 
     @property
     def max_context(self) -> int | None:
-        """Context of any text; None without a limit."""
+        """Maximum number of tokens of any sequence; None without a limit."""
         return self.long_context or self.context_length
 
     @property
     def _num_positions(self) -> int | None:
-        """Positions that the shadow knows: those of texts over the border of longrope come behind the others."""
+        """Number of positions of the shadow; positions of sequences above the longrope limit follow all others."""
         return self.context_length and self.context_length + (self.long_context or 0)
 
     def offset_of(self, prompt_length: int) -> int:
-        """Distance of the positions of a text from its columns; a prompt over the border counts behind all others."""
+        """Distance between the positions and the cache columns of a sequence.
+
+        The offset is 0, except for a prompt above the longrope limit: its positions follow all others.
+        """
         border = self.context_length
         return border if self.long_context is not None and border is not None and prompt_length > border else 0
 
     @property
     def beyond_context(self) -> str:
-        """Advice for texts beyond the context, for messages; may be empty."""
+        """Advice for error messages about sequences longer than the context; may be empty."""
         return beyond_context(self.config, self.long_context)
 
     def _judge(self, probe: Probe | None) -> None:
@@ -194,15 +199,16 @@ class CausalLM:
         self.supports_trees = probe is None or probe.supports_trees
 
     def refresh(self) -> bool:
-        """Follow the model as its owner has changed it: weights, modules, hooks, configs, attributes of modules.
+        """Update the adapter after its owner has changed the model: weights, modules, hooks, configs or module
+        attributes.
 
-        A switched adapter is such a change. It costs a new shadow and one reading of the weights; weights with other
-        values are packed again, and a structure that the probe has not seen is probed. Without any change a call takes
-        a few milliseconds: make it once per request, between steps. Writes through ``.data`` alone stay unseen.
+        Switching a LoRA adapter is such a change. An update makes a new shadow and reads all weights once. Weights with
+        new values are packed again, and a structure that has not been probed is probed. Without any change a call takes
+        a few milliseconds. Call it once per request, between steps. Writes through ``.data`` alone are not detected.
 
-        Returns: whether anything had changed; `num_changes` counts. Keys and values, and variants of this adapter,
-          are then those of the model as it was.
-        Raises: as the constructor, while the model is one that cannot be decoded exactly.
+        Returns: True if anything had changed; `num_changes` counts the changes. Existing keys and values, and variants
+          of this adapter, then still belong to the old model.
+        Raises: the constructor's errors, if the changed model cannot be decoded exactly.
         """
         model = self._owner()
         state = self._state if model is None else ModelState.of(model)
@@ -216,7 +222,7 @@ class CausalLM:
         return has_changed
 
     def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
-        """Become the adapter of the model as it is now, for all who hold this one."""
+        """Turn this object into the adapter of the changed model, so that existing references stay valid."""
         known = self._probes.get(state.structure)
         probe = bool(self._probes) and known is None
         fresh = CausalLM(model, probe=probe, earlier=self.execution, **self._asked)
@@ -229,17 +235,17 @@ class CausalLM:
         vars(self).update(vars(fresh))
 
     def new_cache(self, num_rows: int = 0, capacity: int = 256, *, rounds: bool = True) -> KVCache:
-        """An empty cache that this model can write into; it rounds to `kv_dtype`, or, where told so, not at all."""
+        """Return an empty cache for this model, which rounds to `kv_dtype` if ``rounds`` is True."""
         dtype = self.kv_dtype if rounds else None
         return KVCache(self.num_layers, num_rows=num_rows, capacity=capacity, device=self.device, dtype=dtype)
 
     @torch.inference_mode()
     def variant(self, name: str, edit: Callable[[CausalLM, PreTrainedModel], None]) -> CausalLM:
-        """An adapter over another shadow with the same tensors, which reads and writes the same caches.
+        """Return an adapter over another shadow with the same tensors, which can use the same caches.
 
         Args:
-          name: what is different about it, for messages.
-          edit: changes modules of the new shadow in place. It may run the adapter to learn about them.
+          name: short description of the difference, for messages.
+          edit: function that changes modules of the new shadow in place. It may run the new adapter.
 
         Exactness: neither this adapter nor the user's model is changed.
         """
@@ -255,7 +261,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def changed(self) -> None:
-        """Follow changes that were made to modules of the shadow of a variant."""
+        """Compile and record a variant again after modules of its shadow have changed."""
         if self._of is not None:
             self.execution.compile_as(self._of.execution, self.layers)
             self.execution.record_variant(self.layers, self._of.execution.program, partial(trial, self))
@@ -269,11 +275,11 @@ class CausalLM:
         window: int | None = None,
         num_layers: int | None = None,
     ) -> CausalLM:
-        """An adapter over another shadow of this model, which nobody owns.
+        """Return an adapter over another shadow of this model, which has no owner.
 
         Args:
-          dtype, window: where they differ.
-          num_layers: of the decoder layers, how many there are to be run; all by default.
+          dtype, window: values for the new adapter, if different from this one's.
+          num_layers: number of decoder layers to run; all by default.
         """
         other = copy.copy(self)
         other._owner, other._shadow = _nobody, other_shadow
@@ -286,17 +292,17 @@ class CausalLM:
         return other
 
     def promise(self, exactness: str) -> Promise:
-        """What texts of this model keep of plain decoding, whatever is drafted.
+        """Return the exactness guarantee of this model's outputs relative to plain decoding, for any draft.
 
         Args:
-          exactness: of `EngineConfig`.
+          exactness: the option of that name in `EngineConfig`.
         """
         if self._not_native:
             return promised("near-ties", self._not_native)
         return promised("near-ties", "exactness is relaxed") if exactness == "relaxed" else promised("native")
 
     def release_tables(self) -> None:
-        """Give back masks and tables of positions that have grown with long rows, and features of the last forward."""
+        """Free masks and position tables that long rows have enlarged, and the features of the last forward pass."""
         self._recorder.release()
         self._masks.release()
         if self.execution.program is not None:
@@ -304,7 +310,7 @@ class CausalLM:
 
     @property
     def nodes_of_last_forward(self) -> FlatNodes | None:
-        """The list of nodes that the modules ran over last; None where they ran over a rectangle of rows."""
+        """Flat node list of the last forward pass through modules; None if it ran over a padded rectangle of rows."""
         return self._recorder.flat
 
     @property
@@ -328,17 +334,20 @@ class CausalLM:
         *,
         first_row: int = 0,
     ) -> list[list[int]] | None:
-        """Run the next tokens of neighbouring rows of a cache, and behind each its likeliest token, again and again.
+        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely token in turn.
 
         Args:
-          chains: one token at least of each row. They, and what is found but the last, lie behind what is committed.
-          depths: how many tokens are wanted of every row.
-          num_columns, names: columns of logits that count, and their tokens int64 (V,); None for their numbers.
-        Returns: the tokens of every row, fewer where logits are no numbers; None where this takes modules.
-        Raises: ShapeError for a chain without a token.
+          chains: at least one token per row. These tokens, and all new ones except the last, are written after the
+            committed columns.
+          depths: number of new tokens per row.
+          num_columns, names: number of logit columns to consider, and the int64 (V,) token id of every column; None if
+            the column numbers are the token ids.
+        Returns: the new tokens of every row, fewer where logits are not finite; None if no recorded program can run
+          this call.
+        Raises: ShapeError for an empty chain.
         """
         if not all(chains):
-            raise ShapeError(f"row {list(map(len, chains)).index(0)} has no token behind which its chain could go on")
+            raise ShapeError(f"the chain of row {list(map(len, chains)).index(0)} is empty; it needs a token")
         check_autocast(self.device)
         program = self.execution.program
         found = None if program is None else program.chains(chains, cache, depths, num_columns, names, first_row)
@@ -361,16 +370,16 @@ class CausalLM:
         keep: slice | None = None,
         listed: bool = False,
     ) -> Logits:
-        """Logits of every node, given the committed part of its row and its own ancestors.
+        """Return the logits of every node, given the committed part of its row and its own ancestors.
 
         Nodes are written after the committed columns; call ``cache.commit`` to keep any.
 
         Args:
           nodes: B rows; row i is row ``first_row + i`` of the cache.
-          keep: which of the N node columns need logits; all by default, an empty slice for none.
-          listed: where nodes run as a list, return their logits as one, too: `NodeLogits`.
+          keep: slice of the N node columns that need logits; all by default, an empty slice for none.
+          listed: return the logits as `NodeLogits`, without padding, if the nodes run as a list.
         Returns: (B, kept, V) in the dtype of the model.
-        Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
+        Exactness: equals a fresh forward pass over each root-to-node path, within the rounding of the dtype.
         """
         if torch.is_autocast_enabled(self.device.type):
             check_autocast(self.device)
@@ -389,18 +398,19 @@ class CausalLM:
             try:
                 with self._recorder.seeing():
                     return run.logits(layout.tokens, layout.positions, layout.mask, cache, kept, layout.flat, listed)
-            except NotPassedOnError:  # the model keeps from its attention which node is whose
+            except NotPassedOnError:  # the model does not pass the node list on to its attention
                 self._takes_lists = False
 
     @torch.inference_mode()
     def forward_with(
         self, wanted: Wanted, nodes: Nodes, cache: KVCache, *, keep: slice | None = None, **options: Any
     ) -> Output:
-        """`forward`, with features beside the logits: of all nodes, whether their logits are kept or not.
+        """Run `forward` and return features together with the logits. Features cover all nodes, also those without
+        logits.
 
         Args:
-          wanted: which features; without any, this is `forward`.
-          nodes, cache, keep, options: as for `forward`.
+          wanted: features to return; if empty, this call equals `forward`.
+          nodes, cache, keep, options: arguments of `forward`.
         Raises: UnsupportedModelError for a model whose decoder layers cannot be told apart.
         Exactness: the logits are those of `forward`.
         """

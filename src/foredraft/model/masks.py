@@ -1,4 +1,4 @@
-"""Which cache columns every node may look at."""
+"""Attention masks: the cache columns that every node may see."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass
 class Masks:
-    """Makes the 4-D masks of one model.
+    """Builds the 4-D attention masks of one model.
 
     Args:
-      layer_types: kind of attention of every layer.
-      window: positions that a sliding layer looks back, its own included.
-      dtype: of additive masks.
-      device: of all masks.
-      is_additive: 0 and the lowest number instead of True and False.
-      always: make one also for a single token, which sees every column anyway.
+      layer_types: attention type of every layer.
+      window: number of positions that a sliding layer sees, including the node's own.
+      dtype: dtype of additive masks.
+      device: device of all masks.
+      is_additive: True for masks of 0 and the lowest number, False for masks of True and False.
+      always: build a mask even for a single token, which sees every column anyway.
     """
 
     layer_types: tuple[str, ...]
@@ -34,34 +34,35 @@ class Masks:
     device: torch.device
     is_additive: bool = False
     always: bool = False
-    _bands: dict[str, torch.Tensor] = field(default_factory=dict)  # that a chain sees, by kind of attention
-    _before: dict[str, int] = field(default_factory=dict)  # columns of a band before the place of the first node
+    _bands: dict[str, torch.Tensor] = field(default_factory=dict)  # chain masks, by attention type
+    _before: dict[str, int] = field(default_factory=dict)  # columns of a band before its first node
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of attention that the model has."""
+        """Attention types of the model, without duplicates."""
         return tuple(dict.fromkeys(self.layer_types))
 
     @property
     def windows(self) -> dict[str, int | None]:
-        """Positions that a node looks back by kind of attention, its own included; None for all."""
+        """Number of positions that a node sees, by attention type, including its own; None for all."""
         return {kind: None if kind == FULL else self.window for kind in self.kinds}
 
     def of_chains(self, kind: str, lengths: Sequence[int], width: int, columns: int) -> torch.Tensor:
-        """Mask (R, 1, N, T) of chains behind rows of these lengths; padding sees what a longer chain would.
+        """Return the mask (R, 1, N, T) of chains after rows of these lengths. Padding sees what a longer chain would.
 
-        All rows see the same band, each at its own place: the mask of one is a view of one band, kept for all steps.
+        All rows use the same band at different offsets. The mask of one row is a view of a band that is kept for all
+        steps.
         """
         masks = [self._cut(kind, length, width, columns) for length in lengths]
         return masks[0][None, None] if len(masks) == 1 else torch.stack(masks)[:, None]
 
     def _cut(self, kind: str, length: int, width: int, columns: int) -> torch.Tensor:
-        """(N, T): node i is in column ``length + i``. The band is made wider where it does not reach."""
+        """Return the (N, T) view of the band with node i in column ``length + i``; enlarge the band if needed."""
         before, band = self._before.get(kind, 0), self._bands.get(kind)
         height, total = (0, 0) if band is None else band.shape
         after = total - before
         if band is None or length > before or width > height or columns - length > after:
-            # twice as far, so that it seldom happens, but only where it does not reach
+            # doubling makes enlarging rare; only the side that is too short grows
             before = before if length <= before else max(min(2 * length, length + 4096), 256)
             after = after if columns - length <= after else 2 * (columns - length)
             band = self._bands[kind] = self._band(self.windows[kind], before, max(width, height), after)
@@ -70,7 +71,7 @@ class Masks:
         return band[:width, start : start + columns]
 
     def _band(self, window: int | None, before: int, height: int, after: int) -> torch.Tensor:
-        """(height, before + after): columns that consecutive nodes see, the first of which is in column ``before``."""
+        """Return (height, before + after): columns that consecutive nodes see, the first node in column ``before``."""
         distance = torch.arange(height, device=self.device)[:, None]
         distance = distance - torch.arange(-before, after, device=self.device)
         sees = distance >= 0
@@ -79,18 +80,19 @@ class Masks:
         return self.formatted(sees[None])[0, 0]
 
     def release(self) -> None:
-        """Drop the bands that masks of chains are cut from."""
+        """Free the bands that masks of chains are cut from."""
         self._bands.clear()
         self._before.clear()
 
     def stand_ins(self, flat: FlatNodes) -> Mask:
-        """What a model is given in place of masks where its rows run attention in groups: one for every kind.
+        """Return placeholder masks for a model whose rows run attention in groups, one per attention type.
 
-        Each knows the list that it stands for, since not every model lets its attention know.
+        Each placeholder carries its node list as an attribute, since some models pass nothing but the mask to
+        attention.
         """
         masks = {kind: torch.zeros(1, 1, len(flat), 1, device=self.device) for kind in self.kinds}
         for kind, mask in masks.items():
-            mask.stands_for = flat, kind  # type: ignore[attr-defined]  # a mask that is computed of it has it no more
+            mask.stands_for = flat, kind  # type: ignore[attr-defined]  # a mask computed from this one lacks it
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def of(
@@ -101,13 +103,13 @@ class Masks:
         columns: int,
         counts: torch.Tensor | None = None,
     ) -> Mask:
-        """Masks (B, 1, N, T), one per layer type where the model has several; None where everything is visible.
+        """Return masks (B, 1, N, T), a dict by attention type if the model has several; None if everything is visible.
 
         Args:
-          starts: (B, 1), columns before the root of every row.
-          positions: (B, S + N) of the fed and the new nodes.
+          starts: (B, 1), number of columns before the root of every row.
+          positions: (B, S + N), positions of the fed and the new nodes.
           columns: T.
-          counts: (B,), real nodes of every row, where they are on the device already.
+          counts: (B,), number of real nodes of every row, if already on the device.
         """
         slides = SLIDING in self.layer_types
         if nodes.is_one_token and nodes.are_chains and not (slides or self.always):
@@ -122,7 +124,7 @@ class Masks:
     def visible(
         self, nodes: Nodes, starts: torch.Tensor, columns: int, counts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Bool (B, N, T): committed columns, ancestors and the node itself. Padding sees itself only."""
+        """Return bool (B, N, T): committed columns, ancestors and the node itself. Padding sees only itself."""
         num_rows, width = nodes.tokens.shape
         column = torch.arange(columns, device=self.device)
         is_padded = min(nodes.counts) < width
@@ -141,7 +143,7 @@ class Masks:
         return visible
 
     def in_window(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
-        """Bool (B, N, T): the position of the column lies less than a window behind that of the node."""
+        """Return bool (B, N, T): True where the column's position is less than a window before the node's position."""
         num_rows = len(nodes.counts)
         column_positions = torch.arange(columns, device=self.device).expand(num_rows, columns).clone()
         column_positions.scatter_(1, self._tree_columns(nodes, starts), positions)
@@ -149,16 +151,16 @@ class Masks:
         return distance < (self.window or 0)
 
     def _tree_columns(self, nodes: Nodes, starts: torch.Tensor) -> torch.Tensor:
-        """(B, S + N): the columns of the fed and the new nodes of every row."""
+        """Return (B, S + N): the cache columns of the fed and the new nodes of every row."""
         return starts + torch.arange(nodes.num_fed + nodes.width, device=self.device)
 
     def formatted(self, visible: torch.Tensor) -> torch.Tensor:
-        """A mask (B, 1, N, T) as attention takes it."""
+        """Return a mask (B, 1, N, T) in the form that attention expects."""
         visible = visible[:, None]  # (B, 1, N, T)
         return torch.where(visible, *self._extremes) if self.is_additive else visible
 
     @cached_property
     def _extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries of additive masks for what is seen, and for what is not."""
+        """Entries of additive masks for visible and for hidden columns."""
         found = torch.tensor([0.0, torch.finfo(self.dtype).min], dtype=self.dtype, device=self.device)
         return found[0], found[1]

@@ -1,4 +1,4 @@
-"""Ragged rows of nodes, padded to one rectangle: the input of a forward, and its output of logits and features."""
+"""Input and output of a forward pass: ragged rows of nodes padded to a rectangle, and their logits and features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foredraft.native.attention import DecodeAttention, PrefillAttention
 from foredraft.tree import DraftTree
 
 BLOCK = 256
-"""Nodes of a long chain that run attention together."""
+"""Number of nodes of a long chain that run attention together."""
 
 
 _is_chain, _tokens = attrgetter("is_chain"), attrgetter("tokens")
@@ -29,14 +29,15 @@ class Nodes:
     """B ragged rows of up to N nodes, padded to one width.
 
     Args:
-      tokens: int64 (B, N); padding repeats the first token of its row: it lies in masked columns of that row, where the
-        NaN embedding of a token that the row does not have would reach all its nodes.
-      depths: int64 (B, S + N), distance from the root of the row; in padding any that gives a position inside of the
-        context.
+      tokens: int64 (B, N). Padding repeats the first token of its row, because a token that the row does not contain
+        may have a NaN embedding, which would reach all nodes of the row through masked columns.
+      depths: int64 (B, S + N), distance from the root of the row. The depth of padding may be any number that gives
+        a position inside the context.
       counts: number of real nodes of every row; the rest is padding that only sees itself.
-      ancestors: bool (B, N, S + N) or None when every row is a chain.
-      num_fed: S, the number of committed columns at the end of every row that are nodes of the same tree, fed
-        earlier: nodes see those among them that are their ancestors, and positions count from before them.
+      ancestors: bool (B, N, S + N), True for the ancestors of a node and the node itself; None when every row is a
+        chain.
+      num_fed: S, the number of committed columns at the end of every row that are nodes of the same tree and were fed
+        earlier. New nodes see those among them that are their ancestors, and depths count from the root before them.
     """
 
     tokens: torch.Tensor
@@ -51,7 +52,7 @@ class Nodes:
 
     @classmethod
     def from_chains(cls, chains: Sequence[Sequence[int]]) -> Nodes:
-        """Rows of consecutive tokens, for prefill and catch-up."""
+        """Return rows of consecutive tokens, for prefill and catch-up."""
         counts = tuple(map(len, chains))
         width = max(counts)
         depths = np.empty((len(counts), width), dtype=np.int64)
@@ -59,7 +60,7 @@ class Nodes:
         if min(counts) == width:
             tokens = np.array(chains, dtype=np.int64)
             return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts)
-        some = next((chain[0] for chain in chains if chain), 0)  # for rows without any
+        some = next((chain[0] for chain in chains if chain), 0)  # padding for empty rows
         first = np.array([[chain[0] if chain else some] for chain in chains], dtype=np.int64)
         tokens = first.repeat(width, axis=1)
         for row, chain in enumerate(chains):
@@ -69,7 +70,7 @@ class Nodes:
 
     @classmethod
     def from_trees(cls, trees: Sequence[DraftTree]) -> Nodes:
-        """One draft per row; chains when they all are."""
+        """Return one draft tree per row; as chains if all trees are chains."""
         if all(map(_is_chain, trees)):
             return cls.from_chains(list(map(_tokens, trees)))
         counts = tuple(map(len, trees))
@@ -85,12 +86,12 @@ class Nodes:
         return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts, torch.from_numpy(ancestors))
 
     def fields(self, lengths: Sequence[int], offsets: Sequence[int] | None = None, first_row: int = 0) -> abi.Nodes:
-        """What kernels are given of them.
+        """Return the C structure that kernels read.
 
         Args:
-          lengths: committed columns of every row, the fed nodes among them.
-          offsets: how far the positions of every row are ahead of its columns; None for nowhere.
-          first_row: of the cache.
+          lengths: committed columns of every row, including the fed nodes.
+          offsets: distance between positions and columns, by row; None if they are equal.
+          first_row: cache row of the first row.
         """
         tokens, depths, ancestors = self.tokens.contiguous(), self.depths.contiguous(), self.ancestors
         ancestors = None if ancestors is None else ancestors.contiguous()
@@ -107,17 +108,17 @@ class Nodes:
             None if ancestors is None else ancestors.data_ptr(),
             first_row,
         )
-        found.kept = tokens, depths, ancestors, counts, of_lengths, of_offsets  # as long as it is used
+        found.kept = tokens, depths, ancestors, counts, of_lengths, of_offsets  # keeps the memory alive
         return found
 
     @property
     def num_real(self) -> int:
-        """Nodes of all rows, padding not counted."""
+        """Number of nodes in all rows, without padding."""
         return sum(self.counts)
 
     @property
     def are_chains(self) -> bool:
-        """Whether every row is a chain right behind its committed columns."""
+        """True if every row is a chain directly after its committed columns."""
         return self.ancestors is None and self.num_fed == 0
 
     @property
@@ -126,22 +127,23 @@ class Nodes:
 
 
 class FlatNodes:
-    """The real nodes of a rectangle of rows as one list, row after row: what is not attention runs over it.
+    """The real nodes of a rectangle of rows as one list, row after row. All modules except attention run over this
+    list.
 
-    Rows of 1 and 3 nodes, padded to 3, have 4 nodes in the places 0 3 4 5 of the rectangle; the list is spread over it
-    by the numbers 0 0 0 1 2 3, where padding takes the first node along.
+    Rows of 1 and 3 nodes, padded to width 3, have 4 real nodes at places 0 3 4 5 of the rectangle. The numbers
+    0 0 0 1 2 3 spread the list over the rectangle again; padding repeats the first node of the list.
 
     Args:
-      counts: real nodes of every row.
-      width: N, to which rows are padded in the rectangle.
+      counts: number of real nodes of every row.
+      width: N, the padded width of the rectangle.
     """
 
     def __init__(self, counts: Sequence[int], width: int, device: torch.device) -> None:
         self.shape = len(counts), width
         self.counts = tuple(counts)
         self.is_full = min(counts) == width
-        self.groups: tuple[RowGroup, ...] = ()  # of rows that run attention together, set where attention is ours
-        self.runs_stock_attention = False  # attention of some layer was not run by the library's own kernels
+        self.groups: tuple[RowGroup, ...] = ()  # set where our own attention runs
+        self.runs_stock_attention = False  # True once a layer ran attention outside the library's own kernels
         self._device = device
         if self.is_full:
             return
@@ -161,12 +163,12 @@ class FlatNodes:
         return flat if self.is_full else flat.index_select(0, self._places)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """(S, ...) -> (B, N, ...); padding holds what the first node has."""
+        """(S, ...) -> (B, N, ...); padding repeats the first node of the list."""
         spread = values if self.is_full else values.index_select(0, self._numbers)
         return spread.view(*self.shape, *values.shape[1:])
 
     def kept(self, columns: range) -> tuple[torch.Tensor, FlatNodes]:
-        """Numbers of the nodes in some columns of the rectangle, and these nodes as a list of their own."""
+        """Return the indices of the nodes in some columns of the rectangle, and these nodes as a new list."""
         starts = [0, *accumulate(self.counts)]
         rows = [range(min(columns.start, count), min(columns.stop, count)) for count in self.counts]
         numbers = [start + column for start, row in zip(starts, rows, strict=False) for column in row]
@@ -176,16 +178,16 @@ class FlatNodes:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Neighbouring rows of one forward.
+    """Neighbouring rows of one forward pass that run attention together.
 
     Args:
-      rows: of the forward.
-      nodes: theirs in the list.
-      flat: how they lie in a rectangle.
-      columns: T, over which they run attention.
-      masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
-      head: columns before the first node, of one row with a chain; None for others.
-      decode, prefill: attention of these rows by kernels of the library's own; None where there are none.
+      rows: rows of the forward pass.
+      nodes: range of their nodes in the flat list.
+      flat: layout of their nodes in a rectangle.
+      columns: T, the number of cache columns that attention reads.
+      masks: (R or 1, 1, N, T) by kind of attention; None where every column is visible.
+      head: number of columns before the first node, for a group of one row with a chain; None for others.
+      decode, prefill: attention of these rows in the library's own kernels; None if these kernels do not run it.
     """
 
     rows: range
@@ -200,9 +202,9 @@ class RowGroup:
 
     @property
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Nodes that run together, from and to, and the columns that any of them sees.
+        """Blocks of nodes that run together, as (first, end, number of visible columns).
 
-        A long chain runs in blocks, since its first nodes see none of the last columns: half of all, for a prompt.
+        A long chain runs in blocks because its first nodes do not see the last columns. For a prompt this saves half.
         """
         width = self.flat.shape[1]
         if self.head is None or width <= BLOCK:
@@ -213,7 +215,7 @@ class RowGroup:
             yield first, last, self.columns if last == width else self.head + last
 
     def folded(self, kind: str, group_size: int, block: tuple[int, int, int]) -> torch.Tensor | None:
-        """The mask of a block where the query heads of a group are more queries of one head: (R or 1, 1, g * N, T)."""
+        """Mask of a block for grouped heads: the query heads of a group become extra queries, (R or 1, 1, g * N, T)."""
         mask = self.masks[kind]
         first, last, columns = block
         if mask is None:
@@ -225,15 +227,15 @@ class RowGroup:
 
 
 def folded(mask: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The mask (B, 1, N, T) where the query heads of a group are more queries of one head: (B, 1, g * N, T).
+    """Repeat a mask (B, 1, N, T) for the g query heads of a group: (B, 1, g * N, T).
 
-    Of a single query it stays as it is: all heads see the same.
+    A mask of a single query stays as it is, since all heads see the same columns.
     """
     return mask if group_size == 1 or mask.shape[2] == 1 else mask.repeat(1, 1, group_size, 1)
 
 
 def logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
-    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
+    """Return the `transformers` argument: 0 for all columns, k for the last k, else indices. At least one is kept."""
     if len(kept) == width:
         return 0
     if len(kept) == 0:
@@ -244,11 +246,11 @@ def logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch
 
 
 class NodeLogits:
-    """Logits of the nodes of several rows, without padding: ``logits[i]`` are those of row i, (nodes, V).
+    """Logits of the nodes of several rows, without padding: ``logits[i]`` is (nodes of row i, V).
 
     Args:
       values: (S, V), row after row.
-      counts: nodes of every row.
+      counts: number of nodes of every row.
     """
 
     def __init__(self, values: torch.Tensor, counts: Sequence[int]) -> None:
@@ -267,22 +269,22 @@ class NodeLogits:
         return self.values.device
 
     def of(self, rows: Sequence[int]) -> NodeLogits:
-        """Those of some rows, in this order."""
+        """Return the logits of some rows, in this order."""
         several = [self[row] for row in rows]
         return NodeLogits(torch.cat(several), [len(each) for each in several])
 
 
 Logits: TypeAlias = torch.Tensor | NodeLogits
-"""Logits of the nodes of rows, padded to one width (B, N, V) or not: ``logits[i]`` are those of row i either way."""
+"""Logits of the nodes of rows, padded (B, N, V) or as `NodeLogits`: ``logits[i]`` is row i in both."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The features that a forward is to return.
+    """Features that a forward pass returns.
 
     Args:
-      last_hidden: what the output embedding reads, after the final norm.
-      layer_inputs: indices of decoder layers whose inputs are wanted.
+      last_hidden: True for the input of the output embedding, after the final norm.
+      layer_inputs: indices of decoder layers whose inputs are returned.
     """
 
     last_hidden: bool = False
@@ -297,12 +299,12 @@ NOTHING = Wanted()
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a forward over B rows of N nodes.
+    """Result of a forward pass over B rows of N nodes.
 
     Args:
-      logits: (B, kept, V) of the nodes whose logits were wanted; as a list where that was asked for, and they ran so.
-      last_hidden: (B, N, H) of all nodes, whether their logits were wanted or not; None unless asked for.
-      layer_inputs: (B, N, H) by layer, of those that were asked for.
+      logits: (B, kept, V), logits of the selected nodes; `NodeLogits` if requested with ``listed`` and run as a list.
+      last_hidden: (B, N, H) of all nodes, also those without logits; None unless requested.
+      layer_inputs: (B, N, H) by layer index, for the requested layers.
     """
 
     logits: Logits

@@ -1,9 +1,13 @@
-"""Whether a model can be verified exactly: measured when it is loaded, against bounds that are measured, too.
+"""Test of a model at load time: can drafts be verified exactly with it?
 
-Three questions, each asked where the answer is sharp. Does the model's code take masks, positions and cache as they are
-meant? That does not depend on dtype and depth, so a few layers are asked in single precision, where rounding cannot be
-mistaken for a fault. Does every packed layer compute what the original does? Each is asked on its own. Does the model,
-as it is going to run, agree with plain forwards? Here its own rounding is the yardstick.
+Three questions are tested separately, each where a fault is clearly visible:
+
+1. Does the model's code use masks, positions and the cache correctly? This does not depend on dtype or depth, so a few
+   layers are tested in single precision, where rounding cannot be mistaken for a fault.
+2. Does every packed layer compute what the original computes? Each layer is tested alone.
+3. Does the whole model, in its final execution, agree with plain forward passes? The bound is its own rounding.
+
+All bounds are measured on the model as well.
 """
 
 from __future__ import annotations
@@ -43,20 +47,20 @@ if TYPE_CHECKING:
 
 Verdict = Literal["right", "wrong", "unclear"]
 MARGIN = 4.0
-"""An error below this multiple of the rounding is rounding; a fault below this multiple of it cannot be seen."""
+"""An error below this multiple of the rounding counts as rounding. A fault below this multiple cannot be detected."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was compared with plain forwards. All numbers are relative to the spread of the correct values.
+    """One comparison with plain forward passes. All numbers are relative to the spread of the correct values.
 
     Args:
-      error: what was measured.
-      noise: the error that rounding alone causes.
-      control: the error that the least visible of the deliberate faults causes.
-      bound: the limit that the error was held against: between noise and control, as far from either, and at least
-        `MARGIN` times the noise.
-      verdict: "unclear" when the control cannot be told from the noise, so that a small error proves nothing.
+      error: measured error.
+      noise: error that rounding alone causes.
+      control: error that the least visible of the deliberate faults causes.
+      bound: limit for the error: the geometric mean of noise and control, and at least `MARGIN` times the noise.
+      verdict: "right", "wrong", or "unclear" if the control is not above the bound, so that a small error proves
+        nothing.
     """
 
     name: str
@@ -68,33 +72,34 @@ class Check:
 
     @classmethod
     def of(cls, name: str, error: float, noise: float, control: float) -> Check:
-        """Hold an error against the bound that follows from noise and control."""
+        """Compare an error with the bound that follows from noise and control."""
         bound = max(MARGIN * noise, math.sqrt(noise * control))
         verdict: Verdict = "wrong" if not error <= bound else "right" if control > bound else "unclear"
         return cls(name, error, noise, control, bound, verdict)
 
     def describe(self) -> str:
-        """The numbers in one phrase."""
+        """Return the numbers in one phrase."""
         return (
-            f"relative error {self.error:.2g}; rounding alone gives {self.noise:.2g}, a fault made on purpose "
-            f"{self.control:.2g}, allowed is {self.bound:.2g}"
+            f"relative error {self.error:.2g}; rounding alone gives {self.noise:.2g}, a deliberate fault "
+            f"{self.control:.2g}; the limit is {self.bound:.2g}"
         )
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The findings of a model's probe.
+    """Result of the test of a model.
 
     Args:
-      checks: by name: "chains", "trees" and "branches" of the reduced model, "linears" where layers are packed,
-        "execution" of the whole model as it runs.
+      checks: checks named "chains", "trees" and "branches" of the reduced model, "linears" if layers are packed, and
+        "execution" of the whole model in its final execution.
       layers: decoder layers of the reduced model.
-      dtype: in which it ran.
-      window: width of its sliding windows, narrow enough for a short text to fill them; None without any.
-      invisible: faults that do not show in this model, such as wrong positions in one that has none.
-      num_forwards: of all kinds; ``num_tokens`` is the sum of rows times width over them.
-      seconds: that it took, packing not included.
-      extra_bytes: the largest of these layers in that dtype, which is held besides the model for the length of a call.
+      dtype: dtype of the reduced model.
+      window: width of its sliding windows, small enough for a short sequence to fill them; None without any.
+      invisible: faults that have no effect in this model, such as wrong positions in a model without positions.
+      num_forwards: number of forward passes of all kinds.
+      num_tokens: sum of rows times width over these forward passes.
+      seconds: duration, without packing.
+      extra_bytes: largest of these layers in that dtype, which is held beside the model for the duration of a call.
     """
 
     checks: tuple[Check, ...]
@@ -112,7 +117,7 @@ class Probe:
         return all(check.verdict != "wrong" for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """As data for JSON, which has no infinity: an error without a number is None."""
+        """Return data for JSON, which has no infinity: a non-finite error becomes None."""
         data = dataclasses.asdict(self)
         for check in data["checks"]:
             check["error"] = check["error"] if math.isfinite(check["error"]) else None
@@ -122,16 +127,17 @@ class Probe:
 logger = logging.getLogger("foredraft")
 
 COARSEST = 0.03
-"""Four times the rounding of bfloat16: coarser arithmetic depends on more than the text."""
+"""Four times the rounding of bfloat16. Results of coarser arithmetic depend on more than the sequence."""
 
 
 class Prober:
-    """Probes an adapter: `before` its weights are packed, and `after`.
+    """Tests an adapter `before` its weights are packed, and `after`.
 
     Args:
-      lm: not packed yet.
-      is_packed: whether it is going to be. Attention then does not copy the keys of grouped heads, as on accelerators.
-      seed: of the tokens.
+      lm: adapter whose weights are not packed yet.
+      is_packed: True if its weights will be packed. Attention then does not copy the keys of grouped heads, as on
+        accelerators.
+      seed: seed of the test tokens.
     """
 
     def __init__(self, lm: CausalLM, *, is_packed: bool, seed: int = 0) -> None:
@@ -148,9 +154,9 @@ class Prober:
 
     @torch.inference_mode()
     def before(self) -> None:
-        """Check the structure, and remember what plain forwards and original layers give.
+        """Check the structure, and store the results of plain forward passes and of original layers.
 
-        Raises: ProbeError when chains are wrong, or the model does not round alike in every batch.
+        Raises: ProbeError if chains are wrong, or the results of a row depend on the batch by more than rounding.
         """
         lm, start = self._lm, time.perf_counter()
         self._structure = self._check_structure()
@@ -164,8 +170,8 @@ class Prober:
         self._without_trees = next((check for check in others if check.verdict == "wrong"), None)
         if chains.verdict == "unclear":
             logger.warning(
-                "%s hardly reacts to a wrong mask (%s), so the probe cannot tell whether its drafts are verified "
-                "exactly.",
+                "%s hardly reacts to a wrong mask (%s), so the test at load time cannot show whether its drafts are "
+                "verified exactly.",
                 lm.name,
                 chains.describe(),
             )
@@ -174,7 +180,7 @@ class Prober:
         self._seconds = time.perf_counter() - start
 
     def _check_structure(self) -> list[Check]:
-        """Checks of the reduced model in single precision, or the nearest dtype that runs."""
+        """Return the checks of the reduced model, in single precision or the nearest dtype that runs."""
         lm = self._lm
         layers = representatives(lm.layers, lm.layer_types)
         everything, single = tuple(range(lm.num_layers)), torch.promote_types(lm.dtype, torch.float32)
@@ -196,15 +202,15 @@ class Prober:
     def _rehearse_twice(self) -> list[Check]:
         checks = self._rehearse(self._seed)
         if any(check.verdict == "wrong" for check in checks):
-            # a near-tie between experts that falls the other way is as large as a fault, and does not come twice
+            # a near-tie between experts can look like a fault, but does not occur twice
             checks = self._rehearse(self._seed + 1, checks[0].noise)
         return checks
 
     def _rehearse(self, seed: int, noise: float = 0.0) -> list[Check]:
-        """Chains, trees, and what follows a branch, each against plain forwards, in the reduced model.
+        """Compare chains, trees, and steps after a branch with plain forward passes, in the reduced model.
 
         Args:
-          noise: that is known already.
+          noise: rounding error that is already known.
         """
         lm, faults = self._lm, [fault for _, fault in FAULTS]
         rehearsal = ProbePlan.whole(lm.vocab_size, seed, faults)
@@ -231,29 +237,36 @@ class Prober:
         return [Check.of(name, error, noise, control) for name, error in measured.items()]
 
     def _refuse_looking_ahead(self, reference: Reference) -> None:
-        """Raises: ProbeError when the logits of a token depend on those that follow it."""
+        """Check that the logits of a token do not depend on later tokens.
+
+        Raises: ProbeError if they do.
+        """
         if reference.ahead > COARSEST:
             raise ProbeError(
-                f"{self._lm.name} gives a token other logits where other tokens follow it (relative error "
+                f"{self._lm.name} gives a token different logits if the tokens after it change (relative error "
                 f"{reference.ahead:.2g}): its attention looks ahead, as an encoder's does, so it is not a causal "
-                "language model and has no drafts to verify. BERT's kind needs is_decoder=True in its config."
+                "language model and cannot verify drafts. BERT models need is_decoder=True in their config."
             )
 
     def _refuse_coarse(self, reference: Reference) -> None:
-        """Raises: ProbeError when a text has other states alone than in a batch, by more than a rounding."""
+        """Check that a sequence has the same states alone and in a batch, within rounding.
+
+        Raises: ProbeError if it does not.
+        """
         alone, rounding = max(reference.shape), max(*reference.rounding, reference.epsilon / 2)
         if not alone * reference.epsilon <= COARSEST * rounding:
             raise ProbeError(
-                f"{self._lm.name} gives a text different logits alone than in a batch (relative error {alone:.2g}, "
-                f"where rounding gives {rounding:.2g}): its arithmetic depends on what else runs, as where activations "
-                "are quantised together, so drafts cannot be verified exactly. Quantise weights only."
+                f"{self._lm.name} gives a sequence different logits alone than in a batch (relative error "
+                f"{alone:.2g}; rounding explains {rounding:.2g}): its arithmetic depends on the other rows, for "
+                "example because activations are quantised together. Drafts cannot be verified exactly. Quantise "
+                "weights only."
             )
 
     # -- the whole model, as it runs ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def after(self) -> Probe:
-        """Check packed layers and the whole model; the verdict on everything.
+        """Check packed layers and the whole model, and return all results.
 
         Raises: ProbeError.
         """
@@ -265,7 +278,7 @@ class Prober:
                 "%s verifies chains but not trees (%s); drafts are reduced to chains.%s",
                 lm.name,
                 self._without_trees.describe(),
-                "" if is_code else f" This comes from running it {self._as_it_runs()}: try {self._remedy()}.",
+                "" if is_code else f" The cause is running {self._as_it_runs()}: try {self._remedy()}.",
             )
         lm.num_forwards = 0
         return Probe(
@@ -282,11 +295,11 @@ class Prober:
 
     @property
     def _small_dtype(self) -> torch.dtype:
-        """In which the reduced model ran."""
+        """Dtype of the reduced model."""
         return self._dtype or self._lm.dtype
 
     def _check_linears(self) -> list[Check]:
-        """Every layer that does not compute as its class does, on an input that it was given before."""
+        """Compare every layer with a replaced forward with its original, on an earlier input."""
         if not (errors := linear_errors(self._lm.shadow, self._samples)):
             return []
         self._num_forwards, self._num_tokens = self._num_forwards + 1, self._num_tokens + NUM_ROWS
@@ -294,7 +307,7 @@ class Prober:
         if math.isnan(worst):  # torch's attention hides it from plain logits
             raise ProbeError(f"layer {path} of {self._lm.name} gives NaN for plain text; its weights are damaged.")
         noise = epsilon(self._lm.dtype, self._lm.rounds_inputs) / 2
-        check = Check.of("linears", worst, noise, 1.0)  # another layer's output is off by all
+        check = Check.of("linears", worst, noise, 1.0)  # the output of another layer has relative error 1
         if check.verdict == "wrong":
             raise ProbeError(
                 f"layer {path} of {self._lm.name} does not compute in {self._lm.execution.kind} execution what it "
@@ -303,7 +316,7 @@ class Prober:
         return [check]
 
     def _check_execution(self) -> list[Check]:
-        """Trees, or chains where trees are out of the question, through the model as it will run."""
+        """Run trees through the model in its final execution, or chains if trees have already failed."""
         lm, check = self._lm, None
         if self._without_trees is None:
             check = self._execute(self._rehearsal, 0, ("masks", "positions"))
@@ -326,11 +339,11 @@ class Prober:
         return 'dtype="float32"' if self._lm.execution.kind == "eager" else 'execution="eager"'
 
     def _execute(self, rehearsal: ProbePlan, control: int, must_show: Sequence[str] = ()) -> Check:
-        """Hold a rehearsal against plain forwards, and the same with a fault in every row.
+        """Compare the results of a plan with plain forward passes, and do the same with a fault in every row.
 
         Args:
-          control: row of the fault that the bound is derived from.
-          must_show: name of the fault in every row, if it has to make a difference.
+          control: row of the fault that determines the bound.
+          must_show: names of the faults, by row, that must change the result.
         """
         lm, reference = self._lm, self._reference
         step, faulty = rehearsal.steps
@@ -343,7 +356,7 @@ class Prober:
                     f"drafts cannot be verified exactly. Use {self._remedy()}."
                 )
         errors, controls = (reference.errors(texts, results[each.name]) for each in (step, faulty))
-        # medians, since in half precision some tokens go to other experts
+        # medians, since in half precision some tokens are routed to other experts
         noise = max(median(reference.rounding), reference.epsilon / 2)
         return Check.of("execution", median(error for row in errors for error in row), noise, median(controls[control]))
 

@@ -1,4 +1,4 @@
-"""Features of a forward: what passes through the modules of a model on the way to its logits."""
+"""Recording of features: hidden states inside a model on the way to its logits."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from foredraft.model.nodes import NOTHING, FlatNodes, Logits, Output
 
 
 class Recorder:
-    """Sees what passes through a shadow: the output of its decoder and the inputs of its layers.
+    """Records hidden states of a shadow: the output of its decoder and the inputs of its layers.
 
-    The last hidden states are taken where the decoder returns them, so that prompts cost no logits. Where the output
-    embedding reads something else (scaled states, for instance), they are taken in front of it instead, and forwards
-    that want them compute all logits; `settle` finds out which.
+    The last hidden states are taken from the output of the decoder, so that prompts need no logits. If the output
+    embedding reads something else (scaled states, for instance), its input is recorded instead, and forward passes with
+    this feature compute all logits; `settle` finds out which case applies.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         self._model = model
         self.layers = _decoder_layers(model, num_layers)
         self.needs_logits: bool | None = None
-        self.wanted = NOTHING  # by the forward that runs
+        self.wanted = NOTHING  # features requested by the running forward pass
         self._returned: torch.Tensor | None = None
         self._read: torch.Tensor | None = None
         self._layer_inputs: dict[int, torch.Tensor] = {}
-        self.flat: FlatNodes | None = None  # nodes of the last forward through modules
+        self.flat: FlatNodes | None = None  # node list of the last forward pass through modules
 
     def settle(self, forward: Callable[[], object]) -> None:
-        """Learn from a forward that keeps all logits whether hidden states can be had without them."""
+        """Find out from a forward pass with all logits whether last hidden states are available without logits."""
         with self._seeing([self._see_decoder(), self._see_head()]):
             forward()
         returned, read = self._returned, self._read
@@ -42,7 +42,7 @@ class Recorder:
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
-        """See what passes through modules inside the block, where features are wanted."""
+        """Record the requested features of modules that run inside the block."""
         wanted = self.wanted
         if wanted is NOTHING:
             yield
@@ -54,11 +54,11 @@ class Recorder:
             yield
 
     def take(self, flat: FlatNodes, states: torch.Tensor, read: torch.Tensor) -> None:
-        """Record the wanted features of a forward over a list of nodes that ran without modules.
+        """Record the requested features of a forward pass over a list of nodes that ran without modules.
 
         Args:
-          states: (layers + 1, 1, S, H), the input of the first layer, and the output of every layer.
-          read: input of the output embedding, (1, S, H).
+          states: (layers + 1, 1, S, H), input of the first layer, and output of every layer.
+          read: (1, S, H), input of the output embedding.
         """
         self.flat, self._layer_inputs = None, {}
         self._returned = self._read = flat.spread(read[0]) if self.wanted.last_hidden else None
@@ -67,7 +67,7 @@ class Recorder:
             self._layer_inputs[layer] = of_layer.view(*flat.shape, -1) if flat.is_full else flat.spread(of_layer)
 
     def output(self, logits: Logits) -> Output:
-        """The features that were recorded last, beside the logits."""
+        """Return the last recorded features together with the logits."""
         hidden = self._read if self.needs_logits else self._returned
         if self.flat is None:
             return Output(logits, hidden, self._layer_inputs)
@@ -75,7 +75,7 @@ class Recorder:
         return Output(logits, None if hidden is None else self.flat.spread(hidden[0]), layers)
 
     def release(self) -> None:
-        """Drop the features that were recorded last."""
+        """Free the last recorded features."""
         self._returned, self._read, self._layer_inputs, self.flat = None, None, {}, None
 
     @contextmanager
@@ -113,4 +113,7 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return module
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no ModuleList of {num_layers} decoder layers, so foredraft cannot find its "
+        "layers. Use a model of transformers whose layers are in one list."
+    )

@@ -1,9 +1,8 @@
-"""Copies of a model over the same tensors: its modules, which are never changed themselves, as a private shadow, and
-reduced to what decides how it uses masks, positions and caches: a few of its layers, in single precision; and
-forwards by which it is tried out how a model runs.
+"""Copies of a model over the same tensors, and trial forward passes.
 
-That use is a property of a model's code, not of its depth, its vocabulary or its dtype. The reduced model runs that
-very code, and shares every tensor with the model it is made of.
+A *shadow* is a private copy of the modules; the user's modules are never changed. A *reduced* shadow runs only a few
+layers in single precision, to test how a model uses masks, positions and caches. That is a property of the model's
+code, not of its depth, vocabulary or dtype, and the reduced model runs the same code over the same tensors.
 """
 
 from __future__ import annotations
@@ -31,15 +30,16 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 SHARED = (PackedLinear, StandIn)
-"""Forwards that copies of a module share."""
+"""Classes of replacement forwards that copies of a module share."""
 MAX_LAYERS = 6
 Tensors = dict[str, torch.Tensor | None]
 
 
 def shadow(model: Model) -> Model:
-    """A copy of the module tree, hooks and configs of ``model`` that shares every parameter, buffer and packed weight.
+    """Return a copy of the module tree, hooks and configs of ``model`` that shares all parameters, buffers and packed
+    weights.
 
-    Raises: UnsupportedModelError when the module tree cannot be copied.
+    Raises: UnsupportedModelError if the module tree cannot be copied.
     """
     forwards = [replacement(module) for module in model.modules()]
     shared = [
@@ -52,15 +52,16 @@ def shadow(model: Model) -> Model:
         copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, copy.Error) as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} holds something that cannot be copied ({error}), and foredraft only changes "
-            "copies. Remove the attribute, hook or wrapper that holds it, or load the model from its path."
+            f"{type(model).__name__} contains an object that cannot be copied ({error}), and foredraft needs a copy "
+            "of the modules. Remove the attribute, hook or wrapper that contains it, or load the model from its path."
         ) from error
     take_out_compilation(copied)
     return copied
 
 
 def representatives(layers: Sequence[nn.Module], kinds: Sequence[str], limit: int = MAX_LAYERS) -> tuple[int, ...]:
-    """Indices of one layer of every construction, two where there are two layers, at most ``limit``.
+    """Return the indices of one layer of every construction, at least two if the model has two layers, at most
+    ``limit``.
 
     Args:
       kinds: attention type of every layer.
@@ -73,7 +74,7 @@ def representatives(layers: Sequence[nn.Module], kinds: Sequence[str], limit: in
 
 
 def _build_of(layer: nn.Module) -> tuple[Any, ...]:
-    """A key that layers share if they run the same code: classes, switches, hooks, and methods of single objects."""
+    """Return a key that layers share if they run the same code: classes, switches, hooks, and replaced methods."""
     return tuple(
         (
             path,
@@ -87,7 +88,7 @@ def _build_of(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_switch(name: str, value: Any) -> bool:
-    """Whether an attribute chooses between ways to compute: a flag, a name or a window, but no other number."""
+    """Return whether an attribute selects a way to compute: a flag, a name or a window, but no other number."""
     if name.startswith("_") or name == "training":
         return False
     return isinstance(value, (bool, str)) or (isinstance(value, int) and "window" in name)
@@ -104,14 +105,16 @@ def reduced(
     dtype: torch.dtype | None,
     window: int | None,
 ) -> PreTrainedModel:
-    """A shadow of ``model`` that runs the kept layers alone, in ``dtype``; its logits are the states before the head.
+    """Return a shadow of ``model`` that runs only the kept layers, in ``dtype``; its logits are the states before the
+    head.
 
-    Weights are converted for the length of a call, so that at most one layer is held twice.
+    Weights are converted for the duration of a call, so at most one layer is held twice.
 
     Args:
-      layers: the decoder layers of ``model``, of which the first is kept.
-      dtype: None to leave everything as it is but the window.
-      window: width of every sliding window instead of the model's own, which no short text fills; None for that.
+      layers: decoder layers of ``model``.
+      kept: indices of the layers to run, the first one included.
+      dtype: dtype of the kept layers; None to change nothing except the window.
+      window: width of every sliding window, small enough for a short sequence to fill it; None for the model's own.
     """
     paths = {module: path for path, module in model.named_modules()}
     copied = shadow(model)
@@ -128,9 +131,9 @@ def reduced(
         elif next(_floating(module), None) is not None:
             replace_forward(module, _converting(module.forward, [module], dtype))
     replace_forward(head, lambda states: states)
-    if isinstance(head.weight, nn.Parameter):  # some code asks for its dtype
+    if isinstance(head.weight, nn.Parameter):  # some models read its dtype
         head._parameters["weight"] = nn.Parameter(head.weight.new_empty(0, dtype=dtype), requires_grad=False)
-    others: list[Any] = [None]  # that layers return beside their states, in a tuple; learnt from those that run
+    others: list[Any] = [None]  # further values in the tuple that layers return, taken from a layer that runs
 
     def learning(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +155,7 @@ def reduced(
 
 
 def converted_bytes(layer: nn.Module, dtype: torch.dtype | None) -> int:
-    """Memory that a layer takes besides its own while it runs in ``dtype``."""
+    """Return the additional memory of a layer while it runs in ``dtype``, in bytes."""
     tensors = [tensors[name] for module in layer.modules() for tensors, name in _floating(module)]
     return sum(
         tensor.numel() * dtype.itemsize
@@ -166,7 +169,7 @@ def _casting(forward: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callab
 
 
 def _converting(forward: Callable[..., Any], modules: list[nn.Module], dtype: torch.dtype) -> Callable[..., Any]:
-    """A forward that finds the floating-point tensors of some modules in another dtype."""
+    """Return a forward that runs with the floating-point tensors of some modules converted to another dtype."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         held = [(tensors, name, tensors[name]) for module in modules for tensors, name in _floating(module)]
@@ -183,7 +186,7 @@ def _converting(forward: Callable[..., Any], modules: list[nn.Module], dtype: to
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In another dtype; of a weight that packing has released again one number for all."""
+    """Convert a tensor; a weight that packing has released is one repeated number and stays so."""
     if _is_one_number(tensor):
         return tensor[(0,) * tensor.dim()].to(dtype).expand(tensor.shape)
     return tensor.to(dtype)
@@ -194,7 +197,7 @@ def _is_one_number(tensor: torch.Tensor) -> bool:
 
 
 def _floating(module: nn.Module) -> Iterator[tuple[Tensors, str]]:
-    """Where a module itself holds floating-point tensors."""
+    """Yield the places of a module's own floating-point tensors."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_floating_point():
@@ -214,7 +217,7 @@ def _narrow(model: PreTrainedModel, window: int) -> None:
 
 @torch.inference_mode()
 def trial(lm: CausalLM, num_nodes: int) -> torch.Tensor:
-    """Logits (1, N, V) of a chain of so many nodes. The forward is not counted."""
+    """Return logits (1, N, V) of a chain of ``num_nodes`` nodes. The forward pass is not counted."""
     count, tokens = lm.num_forwards, [number % lm.vocab_size for number in range(num_nodes)]
     try:
         return lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1, rounds=False))
@@ -224,9 +227,9 @@ def trial(lm: CausalLM, num_nodes: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def runs_own_attention(lm: CausalLM) -> str:
-    """Why attention of some layer does not run by the library's own kernels; empty where all does.
+    """Return the reason why attention of some layer does not run in the library's own kernels; empty if all of it does.
 
-    Structure decides, not values: which kernel takes a call follows from dtype, layout and kind of attention.
+    The structure decides, not values: dtype, layout and attention type select the kernel.
     """
     count, cache = lm.num_forwards, lm.new_cache(2, rounds=False)
     with unmultiplied(packed_layers([lm.shadow])):
@@ -234,18 +237,18 @@ def runs_own_attention(lm: CausalLM) -> str:
     lm.num_forwards = count
     flat = lm.nodes_of_last_forward
     if flat is None:
-        return "its code does not tell attention which node is whose"
+        return "its code does not pass the node list on to attention"
     if flat.runs_stock_attention:
         return "its attention is more than masked sums (a soft cap, sinks, a bias of its own)"
     return ""
 
 
 def representative(lm: CausalLM, layers: Sequence[int], dtype: torch.dtype | None, window: int) -> CausalLM:
-    """An adapter over a few of the layers, for the probe; see `foredraft.model.reduced`.
+    """Return an adapter over a few of the layers, for the probe; see `foredraft.model.reduced`.
 
     Args:
-      dtype: None for the whole model as it is.
-      window: of every sliding layer, if the model has any and theirs is wider.
+      dtype: dtype of these layers; None for the whole model as it is.
+      window: width of every sliding window, if the model has wider ones.
     """
     narrow = None if lm.window is None else min(lm.window, window)
     small = reduced(lm.shadow, lm.layers, layers, dtype, narrow)
@@ -253,6 +256,6 @@ def representative(lm: CausalLM, layers: Sequence[int], dtype: torch.dtype | Non
 
 
 def group_attention(lm: CausalLM) -> None:
-    """Run attention as packed execution does."""
+    """Make an adapter run attention as packed execution does."""
     lm.execution.uses_grouped_attention = use_grouped_sdpa(lm.shadow)
     lm.run_by(lm.execution)

@@ -1,5 +1,7 @@
-"""What the probe does and what it holds a model against: decoding steps, the texts that they stand for, and faults made
-on purpose; plain forwards over every one of these texts, and linear layers' own code."""
+"""Material of the probe: decoding steps with deliberate faults, and plain forward passes over the same sequences.
+
+It also records inputs and outputs of linear layers' own code, to compare packed layers with.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from foredraft.tree import DraftTree
 Text: TypeAlias = tuple[int, ...]
 Fault: TypeAlias = Callable[[Nodes, int], Nodes]
 
-PREFIX_LENGTHS = (5, 8)  # ragged on purpose, and both longer than the window below
+PREFIX_LENGTHS = (5, 8)  # deliberately different, and both longer than WINDOW
 WINDOW = 4
 BUSHY, FLAT, CHAIN, SHORT = (-1, 0, 0, 1, 1, 2, 4), (-1, 0, 0, 2, 2), (-1, 0, 1, 2), (-1, 0, 1)
 
@@ -33,30 +35,30 @@ BUSHY, FLAT, CHAIN, SHORT = (-1, 0, 0, 1, 1, 2, 4), (-1, 0, 0, 2, 2), (-1, 0, 1,
 
 
 def shift_positions(nodes: Nodes, row: int) -> Nodes:
-    """Every node of a row one position too far from the prefix."""
+    """Move every node of a row one position further from the prefix."""
     depths = nodes.depths.clone()
     depths[row] += 1
     return dataclasses.replace(nodes, depths=depths)
 
 
 def hide_parents(nodes: Nodes, row: int) -> Nodes:
-    """No node of a row sees the one before it."""
+    """Hide the parent of every node of a row."""
     return _with_ancestors(nodes, row, lambda seen, parent: seen & ~parent)
 
 
 def show_siblings(nodes: Nodes, row: int) -> Nodes:
-    """A node sees every node before it, related or not."""
+    """Show every earlier node to a node, related or not."""
     return _with_ancestors(nodes, row, lambda seen, parent: torch.ones_like(seen).tril())
 
 
 def show_everything(nodes: Nodes, row: int) -> Nodes:
-    """Every node sees every other, as without a mask."""
+    """Show every node to every other, as without a mask."""
     return _with_ancestors(nodes, row, lambda seen, parent: torch.ones_like(seen))
 
 
 def _with_ancestors(nodes: Nodes, row: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Nodes:
     num_rows, width = nodes.tokens.shape
-    ancestors = torch.ones(num_rows, width, width, dtype=torch.bool).tril()  # of chains
+    ancestors = torch.ones(num_rows, width, width, dtype=torch.bool).tril()  # ancestors in a chain
     ancestors, depths = ancestors if nodes.ancestors is None else nodes.ancestors.clone(), nodes.depths[row]
     is_parent = depths[None, :] == depths[:, None] - 1  # among the ancestors of a node, one has this depth
     ancestors[row] = change(ancestors[row], is_parent)
@@ -68,7 +70,7 @@ FAULTS: tuple[tuple[str, Fault], ...] = (
     ("masks", hide_parents),
     ("masks", show_siblings),
 )
-"""What is wrong, and how."""
+"""Deliberate faults: the part that is wrong, and the function that makes it wrong."""
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -76,12 +78,12 @@ FAULTS: tuple[tuple[str, Fault], ...] = (
 
 @dataclass(frozen=True)
 class Step:
-    """One forward over drafts, and what is committed after it.
+    """One forward pass over drafts, and the nodes that are committed after it.
 
     Args:
-      trees: one per row, from ``first_row`` on.
-      paths: nodes to commit of these rows; nothing where there are fewer paths than rows.
-      faults: what is wrong on purpose, by row.
+      trees: one tree per row, from ``first_row`` on.
+      paths: nodes to commit, by row; rows beyond the last path commit nothing.
+      faults: deliberate faults, as pairs of row and fault.
     """
 
     name: str
@@ -93,17 +95,18 @@ class Step:
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """Ragged rows of text, and the steps that go on from them."""
+    """Prefixes of different lengths, and the decoding steps that follow them."""
 
     prefixes: tuple[Text, ...]
     steps: tuple[Step, ...]
 
     @classmethod
     def whole(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
-        """Chains of which a part is rejected, a single token, trees of which a branch is kept, and what follows it.
+        """Return a plan with partly rejected chains, a single token, trees of which one branch is kept, and the step
+        after it.
 
         Args:
-          faults: each made in the trees of one more row, which is like the first up to there.
+          faults: faults to make in the trees, each in an additional row that otherwise equals the first.
         """
         (first, second), tree = _drawn(vocab_size, seed)
         copies = len(faults)
@@ -123,13 +126,13 @@ class ProbePlan:
 
     @classmethod
     def of_trees(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
-        """Trees, and the same trees once more with a fault in each row."""
+        """Return a plan with trees, and the same trees again with a fault in each row."""
         prefixes, tree = _drawn(vocab_size, seed)
         trees = (tree(BUSHY), tree(FLAT))
         return cls(prefixes, (Step("trees", trees), Step("faults", trees, faults=tuple(enumerate(faults)))))
 
     def as_chains(self) -> ProbePlan:
-        """The deepest path of every tree as a chain: texts that the trees have, too."""
+        """Return the plan with the deepest path of every tree as a chain, a subset of the trees' sequences."""
         step = self.steps[0]
         paths = [max(map(tree.path, tree.leaves), key=len) for tree in step.trees]
         chains = tuple(
@@ -144,12 +147,12 @@ class ProbePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Rows times width, over all forwards."""
+        """Rows times width, over all forward passes."""
         widths = [max(map(len, step.trees)) * len(step.trees) for step in self.steps]
         return len(self.prefixes) * max(map(len, self.prefixes)) + sum(widths)
 
     def texts(self, step: Step) -> list[list[Text]]:
-        """For every row of a step the text up to and including every node."""
+        """Return for every node of every row of a step the token sequence up to and including the node."""
         rows = list(self.prefixes)
         for each in self.steps:
             if each is step:
@@ -162,7 +165,12 @@ class ProbePlan:
         ]
 
     def run(self, forward: Callable[..., torch.Tensor], cache: KVCache) -> dict[str, torch.Tensor]:
-        """Logits (rows, nodes, V) of every step by the forward of an adapter whose cache has a row for each prefix."""
+        """Return logits (rows, nodes, V) of every step.
+
+        Args:
+          forward: forward of an adapter.
+          cache: cache of that adapter with one row per prefix.
+        """
         results = {}
         forward(Nodes.from_chains(self.prefixes), cache, keep=slice(0, 0))
         cache.commit([range(len(prefix)) for prefix in self.prefixes])
@@ -176,7 +184,7 @@ class ProbePlan:
 
 
 def _drawn(vocab_size: int, seed: int) -> tuple[tuple[Text, Text], Callable[[tuple[int, ...]], DraftTree]]:
-    """Two prefixes, and a function from the parents of a tree to that tree with tokens of its own."""
+    """Return two prefixes, and a function from the parents of a tree to that tree with new tokens."""
     ids = np.random.default_rng(seed).permutation(vocab_size)[:64].tolist()
     first, second = (tuple(ids[(row + i) % len(ids)] for i in range(size)) for row, size in enumerate(PREFIX_LENGTHS))
     place = max(PREFIX_LENGTHS)
@@ -191,23 +199,23 @@ def _drawn(vocab_size: int, seed: int) -> tuple[tuple[Text, Text], Callable[[tup
 
 
 Errors: TypeAlias = list[list[float]]
-"""The root-mean-square error of the logits of every node of every row, relative to the spread of the true ones."""
+"""Root-mean-square errors of the logits by row and node, relative to the spread of the correct logits."""
 
-MAX_COLUMNS = 1024  # of the vocabulary; enough for a mean square
-NUM_ROWS = 2  # of every linear layer
+MAX_COLUMNS = 1024  # vocabulary columns to compare; enough for a mean square
+NUM_ROWS = 2  # sampled rows of every linear layer
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Plain forwards, without cache, masks and positions.
+    """Results of plain forward passes, without cache, masks and positions.
 
     Args:
-      logits: after the last token of every text.
-      rounding: errors of a few of the texts when every layer is given an input that is off by one rounding.
-      shape: errors of one text alone, in a forward of another shape; empty when it was not asked for.
-      epsilon: what a number is rounded by, relatively, in the dtype that they ran in.
-      ahead: largest error of a text that another one goes on from, in whose row other tokens follow it.
-      num_tokens: rows times width of these forwards.
+      logits: logits after the last token of every sequence.
+      rounding: errors of a few sequences when the input of every layer is disturbed by one rounding.
+      shape: errors of one sequence run alone, in a forward pass of another shape; empty if not requested.
+      epsilon: relative rounding of a number in the dtype of these forward passes.
+      ahead: largest change of a sequence's logits when other tokens follow it in its row.
+      num_tokens: rows times width of these forward passes.
     """
 
     logits: dict[Text, torch.Tensor]
@@ -218,7 +226,7 @@ class Reference:
     num_tokens: int
 
     def errors(self, texts: Sequence[Sequence[Text]], logits: torch.Tensor) -> Errors:
-        """The errors of logits (rows, nodes, V), row by row."""
+        """Return the errors of logits (rows, nodes, V), by row and node."""
         return [
             [relative_error(logits[row, node], self.logits[text]) for node, text in enumerate(row_texts)]
             for row, row_texts in enumerate(texts)
@@ -234,16 +242,17 @@ def plain_forwards(
     *,
     once_more: bool,
 ) -> Reference:
-    """Run every text of a rehearsal through the model itself, all in one batch, padded at their ends.
+    """Run every sequence of a plan through the model itself, in one batch, padded at the ends.
 
     Args:
-      layers: whose inputs are rounded once more in additional rows.
-      epsilon: of the dtype that is rounded to.
-      once_more: run one of the texts alone, too.
+      layers: layers whose inputs are disturbed by one rounding, in additional rows.
+      rehearsal: the plan.
+      epsilon: relative rounding of the dtype.
+      once_more: also run one of the sequences alone.
     """
     texts = {text for step in rehearsal.steps for row in rehearsal.texts(step) for text in row}
     whole = sorted((text for text in texts if not _goes_on(text, texts)), key=lambda text: (-len(text), text))
-    rounded = whole[:1] + whole[-1:]  # of different rows
+    rounded = whole[:1] + whole[-1:]  # from different rows
     width, start = len(whole[0]), min(map(len, texts))
     rows = [[*text, *[text[-1]] * (width - len(text))] for text in whole + rounded]
 
@@ -279,9 +288,9 @@ def _goes_on(text: Text, texts: set[Text]) -> bool:
 
 @contextmanager
 def _rounded_inputs(layers: Sequence[nn.Module], first_row: int, epsilon: float) -> Iterator[None]:
-    """Let the rows from the given one on enter every layer with a relative error as a rounding makes it.
+    """Disturb the input of every layer by a rounding error, in the rows from ``first_row`` on.
 
-    What kernels round depends on the machine and on luck; how a model magnifies what is rounded does not.
+    The rounding of kernels depends on the machine and on chance. The amplification of rounding by a model does not.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -305,15 +314,15 @@ def _rounded_inputs(layers: Sequence[nn.Module], first_row: int, epsilon: float)
 
 
 def sampled(logits: torch.Tensor) -> torch.Tensor:
-    """Evenly spaced columns (..., V) of logits, at most `MAX_COLUMNS`, as float64 on the CPU."""
+    """Return evenly spaced columns (..., V) of logits, at most `MAX_COLUMNS`, as float64 on the CPU."""
     stride = -(-logits.shape[-1] // MAX_COLUMNS)
     return logits[..., ::stride].cpu().double()
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Root-mean-square error (V,), relative to the spread of what is right; infinite for NaN.
+    """Return the root-mean-square error (V,), relative to the spread of the correct values; infinite for NaN.
 
-    Entries that are infinite in both count as equal: some models rule tokens out.
+    Entries that are infinite in both count as equal, since some models exclude tokens.
     """
     finite = torch.isfinite(want)
     if not bool(finite.any()) or not torch.equal(torch.isfinite(got), finite):
@@ -325,30 +334,30 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def epsilon(dtype: torch.dtype, rounds_inputs: str) -> float:
-    """What a number is rounded by, relatively: at least as in float32, in which models take norms and angles anyway.
+    """Return the relative rounding of a dtype, at least that of float32, in which models compute norms and angles.
 
     Args:
-      rounds_inputs: that layers round their inputs to 8 bits, if they do, which is about as coarse as bfloat16: the
-        last bit of an input can move it by a whole step.
+      rounds_inputs: sentence about layers that round their inputs to 8 bits; empty without such layers. This is about
+        as coarse as bfloat16, because the last bit of an input can move it by a whole step.
     """
     least = torch.finfo(torch.bfloat16 if rounds_inputs else torch.float32).eps
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, least)
 
 
 Samples: TypeAlias = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
-"""Inputs and outputs of linear layers' own code, a few rows of each, to compare with the code that replaces it."""
+"""Inputs and outputs of linear layers' own code, a few rows of each, to compare with replacement forwards."""
 
 
 @contextmanager
 def linear_samples(model: nn.Module | None) -> Iterator[Samples]:
-    """Take samples in the forwards of the block; without a model, none."""
+    """Record samples in the forward passes of the block; nothing without a model."""
     samples: Samples = {}
 
     def keep(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         inputs, outputs = (tensor.reshape(-1, tensor.shape[-1])[:NUM_ROWS].clone() for tensor in (args[0], output))
         samples[layer] = inputs, outputs
 
-    # in front of the model's own hooks: they are not what is replaced
+    # before the model's own hooks, which are not part of the replaced forward
     layers = [] if model is None else packable(model)
     handles = [layer.register_forward_hook(keep, prepend=True) for layer in layers]
     try:
@@ -359,7 +368,7 @@ def linear_samples(model: nn.Module | None) -> Iterator[Samples]:
 
 
 def linear_errors(model: nn.Module, samples: Samples) -> dict[str, float]:
-    """Relative errors, by path, of layers whose forward was replaced since; NaN where their own code gave it."""
+    """Return relative errors, by path, of layers whose forward was replaced since; NaN if the original gave NaN."""
     paths = {module: path for path, module in model.named_modules()}
     return {
         paths[layer]: _relative_distance(layer.forward(inputs), outputs)

@@ -1,9 +1,9 @@
-"""Rotary positions whose frequencies depend on the length of a text: fixed in a shadow, so that no forward changes
-them.
+"""Rotary positions whose frequencies depend on sequence length, fixed in a shadow so that no forward pass changes them.
 
-Dynamic NTK has other frequencies for every length beyond the context, which also stay behind in the module: a shadow
-has those of texts within the context. Longrope has two sets, one for texts of up to its original context and one for
-longer ones. A shadow has both, by position: position p of a longer text is given as ``border + p``.
+Dynamic NTK has other frequencies for every length beyond the context, and the module keeps them afterwards. A shadow
+has the frequencies of sequences within the context. Longrope has two sets: one for sequences up to its original
+context, and one for longer ones. A shadow has both and chooses by position: position p of a longer sequence is ``border
++ p``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 _FIXED = "fixed"
-"""Type that transformers leaves alone in a forward."""
+"""Rotary type that transformers does not change in a forward pass."""
 
 
 class RangedRope(nn.Module):
     """Rotary positions with two sets of frequencies.
 
     Args:
-      short, long: modules with frequencies for positions before the border, and from there on, where they count anew.
+      short, long: modules for positions before the border, and from the border on, where positions start at 0 again.
       border: first position of the second set.
     """
 
@@ -33,7 +33,7 @@ class RangedRope(nn.Module):
         self.short, self.long, self.border = short, long, border
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """Cosines and sines (B, N, D) of positions (B, N)."""
+        """Return cosines and sines (B, N, D) of positions (B, N)."""
         is_long = position_ids >= self.border
         short = self.short(x, position_ids.masked_fill(is_long, 0), *args, **options)
         long = self.long(x, (position_ids - self.border).clamp(min=0), *args, **options)
@@ -42,12 +42,12 @@ class RangedRope(nn.Module):
 
 @torch.no_grad()
 def fix_ropes(model: nn.Module, border: int | None) -> bool:
-    """Fix the frequencies of a shadow.
+    """Fix the rotary frequencies of a shadow.
 
     Args:
       border: original context of longrope; None for models of other types.
 
-    Returns: whether positions from the border on are those of longer texts.
+    Returns: True if positions from the border on belong to longer sequences.
     """
     has_long = False
     for parent, name, child in list(_ropes(model)):
@@ -62,7 +62,7 @@ def fix_ropes(model: nn.Module, border: int | None) -> bool:
 
 
 def _ropes(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Modules whose frequencies depend on length, with their places."""
+    """Yield modules whose frequencies depend on length: parent, name and module."""
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None and any(kind == LONGROPE or DYNAMIC in kind for kind in _kinds(child)):
@@ -76,7 +76,7 @@ def _kinds(module: nn.Module) -> set[str]:
 
 
 def _run(module: nn.Module, positions: list[int]) -> list[Any]:
-    """Cosines and sines, for each kind of attention that has its own."""
+    """Return cosines and sines, for each attention type with its own frequencies."""
     device = next((buffer.device for buffer in module.buffers()), None)
     ids, states = torch.tensor([positions], device=device), torch.zeros(1, 1, 1, device=device)
     of_kinds = getattr(module, "rope_type", None)
@@ -85,12 +85,12 @@ def _run(module: nn.Module, positions: list[int]) -> list[Any]:
 
 
 def _fixed(module: nn.Module, position: int) -> nn.Module:
-    """A copy with the frequencies of texts that reach a position, whatever runs."""
+    """Return a copy that always uses the frequencies of sequences that reach ``position``."""
     fixed: Any = copy.deepcopy(module)
     kinds = fixed.rope_type
     for prefix in (f"{kind}_" for kind in kinds) if isinstance(kinds, dict) else ("",):
         first = getattr(fixed, f"{prefix}original_inv_freq", None)
-        if first is not None:  # what a longer text has left there, some versions of transformers do not take back
+        if first is not None:  # some versions of transformers keep the frequencies of an earlier longer sequence
             fixed.register_buffer(f"{prefix}inv_freq", first.clone(), persistent=False)
     _run(fixed, [position])
     fixed.rope_type = dict.fromkeys(kinds, _FIXED) if isinstance(kinds, dict) else _FIXED
@@ -98,7 +98,7 @@ def _fixed(module: nn.Module, position: int) -> nn.Module:
 
 
 def _is_right(ranged: RangedRope, module: nn.Module) -> bool:
-    """Whether both sets are those of the module itself, which may choose frequencies in a way of its own."""
+    """Return whether both sets equal those of the module itself, which may choose frequencies in another way."""
     border = ranged.border
     last = border - 1
     for given, position, other in ((last, last, 0), (border, 0, border), (2 * border, border, 0)):

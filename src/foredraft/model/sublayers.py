@@ -1,4 +1,4 @@
-"""The attention and MLP sublayers of any decoder, found by their structure, and how to leave them out."""
+"""Detection of the attention and MLP sublayers of any decoder by their structure, and functions to skip them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from foredraft.model.execution.forwards import replace_forward, replacement
 
 
 def sublayers(layer: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The attention of a decoder layer, and its MLP: several modules where the layer holds the linears itself (OPT).
+    """Return the attention of a decoder layer, and its MLP: several modules if the layer owns the linears itself (OPT).
 
-    Attention has that name, or knows its place in the cache. Norms have no matrices, the MLP has.
+    Attention is found by its class name or its layer index. Of the other modules, those with matrices are the MLP,
+    which excludes norms.
 
-    Raises: UnsupportedModelError when a layer has not exactly one attention and at least one MLP module.
+    Raises: UnsupportedModelError for a layer without exactly one attention and at least one MLP module.
     """
     matrices = [child for child in layer.children() if any(weight.dim() > 1 for weight in child.parameters())]
     attention = [child for child in matrices if "attention" in type(child).__name__.lower()]
@@ -26,23 +27,24 @@ def sublayers(layer: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     if len(attention) != 1 or not mlp:
         names = [type(child).__name__ for child in matrices]
         raise UnsupportedModelError(
-            f"{type(layer).__name__} consists of {', '.join(names) or 'nothing known'}; sublayers can be left out "
-            "where a layer has one attention and one MLP. Use another method."
+            f"{type(layer).__name__} consists of {', '.join(names) or 'no known modules'}; sublayers can be skipped "
+            "only if a layer has one attention and one MLP. Use another method."
         )
     return attention[0], mlp
 
 
 class SkippableLayers:
-    """Decoder layers whose residual branches can be left out, and put back: what a skipped module adds becomes zero.
+    """Decoder layers whose attention and MLP can be skipped and restored. A skipped module adds zero.
 
-    A layer without both branches passes its input on, norms included. Only instances are changed: use it on a shadow.
+    A layer without both returns its input unchanged; its norms are skipped too. Module instances are changed, so use it
+    on a shadow.
 
     Args:
       layers: decoder layers, in order.
-      run: makes one forward through the layers, to learn the shape of what the modules return.
-      changed: called after branches were left out or put back.
+      run: function that runs one forward pass through the layers, which records the form of the modules' outputs.
+      changed: function called after modules were skipped or restored.
 
-    Raises: UnsupportedModelError for layers that are built differently.
+    Raises: UnsupportedModelError for layers with another structure.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class SkippableLayers:
         self._forwards = {module: replacement(module) for module in modules}
 
     def leave_out(self, attention: Iterable[int], mlp: Iterable[int]) -> None:
-        """Let exactly these branches, by the indices of their layers, be left out from now on."""
+        """Skip exactly these attention and MLP sublayers, by layer index, and restore all others."""
         for module, forward in self._forwards.items():
             replace_forward(module, forward)
         without_attention, without_mlp = set(attention), set(mlp)
@@ -67,18 +69,18 @@ class SkippableLayers:
                 _replace(of_attention, self._outputs, torch.zeros_like)
             if index in without_mlp:
                 for module in of_mlp[:-1]:
-                    _replace(module, self._outputs, same)  # so that the last one sees the width of the stream
+                    _replace(module, self._outputs, same)  # the last one then gets an input of the hidden size
                 _replace(of_mlp[-1], self._outputs, torch.zeros_like)
         if self._changed is not None:
             self._changed()
 
 
 class LeftOut:
-    """The forward of a module that is left out, in the form of its usual output.
+    """Forward of a skipped module, in the form of its usual output.
 
     Args:
-      result: of the input of the module: `same`, or zeros like it.
-      num_others: how many values beside its first the module returns, in a tuple; None for no tuple.
+      result: function of the module's input: `same`, or zeros like it.
+      num_others: number of further values in the tuple that the module returns; None if it returns no tuple.
     """
 
     def __init__(self, result: Callable[[torch.Tensor], torch.Tensor], num_others: int | None) -> None:
@@ -91,7 +93,7 @@ class LeftOut:
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
-    """The input itself."""
+    """Return the input itself."""
     return x
 
 

@@ -1,5 +1,4 @@
-"""Which models can be decoded exactly, inside of which wrappers, and what their configs say about positions, layers and
-vocabulary."""
+"""Checks whether a model can be decoded exactly, and facts from its config about positions, layers and vocabulary."""
 
 from __future__ import annotations
 
@@ -19,22 +18,22 @@ from foredraft.model.masks import FULL, SLIDING
 from foredraft.model.rope import DYNAMIC, LONGROPE
 
 _SHARING = "DummyLayer"
-"""Attribute of transformers for the cache of a layer that attends to keys and values of an earlier one."""
+"""Class name in `transformers` of the cache placeholder for a layer that uses keys and values of an earlier one."""
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""What the forward of a model calls its key-value cache: since transformers 5.24, and before it or in remote code."""
+"""Names of the key-value cache argument of a model's forward: since transformers 5.24, and before or in remote code."""
 
 
 def unwrapped(model: Any) -> Any:
-    """The model that ``torch.compile`` was given, which computes the same; everything else as it is."""
+    """Return the original model of a ``torch.compile`` wrapper, which computes the same; any other model as it is."""
     while _is_compiled(model):
         model = model._orig_mod
     return model
 
 
 def check_unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model, where it is one of `transformers` or a compiled one.
+    """Return the `transformers` model, also from inside a ``torch.compile`` wrapper.
 
-    Raises: UnsupportedModelError, which says where inside a wrapper the model is.
+    Raises: UnsupportedModelError for any other wrapper; the message says where the model is inside it.
     """
     model = unwrapped(model)
     if isinstance(model, PreTrainedModel):
@@ -43,18 +42,18 @@ def check_unwrapped(model: nn.Module) -> PreTrainedModel:
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             raise UnsupportedModelError(
-                f"the model is a {kind} around a {type(module).__name__}; foredraft decodes the models of transformers "
-                f"themselves, so give the one inside: model.{path}. Layers that were put into it, such as adapters, "
-                "are part of it and are followed as they are switched; what the wrapper does to its inputs, such as "
-                "the virtual tokens of prompt tuning, is not"
+                f"the model is a {kind} around a {type(module).__name__}; foredraft needs the transformers model "
+                f"itself, so pass the inner one: model.{path}. Adapter layers inside it are kept, and switching them "
+                "works. Changes that the wrapper makes to the inputs, such as the virtual tokens of prompt tuning, "
+                "are lost"
             )
     raise UnsupportedModelError(
-        f"the model is a {kind}, which holds no model of transformers; load one by AutoModelForCausalLM"
+        f"the model is a {kind}, which contains no supported transformers model; load one with AutoModelForCausalLM"
     )
 
 
 def take_out_compilation(model: nn.Module) -> None:
-    """Let a shadow run what ``torch.compile`` was given: modules, and forwards that were replaced.
+    """Remove ``torch.compile`` from the modules and replaced forwards of a shadow.
 
     A compiled forward is bound to the module of its owner, and its graphs are recompiled for every shape.
     """
@@ -68,20 +67,20 @@ def take_out_compilation(model: nn.Module) -> None:
 
 
 def _is_compiled(model: Any) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # there once anything was compiled; slow to import
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # loaded once anything is compiled; slow to import
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which the forward of a supported model takes its key-value cache."""
+    """Return the name of the key-value cache argument in the forward of a supported model."""
     parameters = inspect.signature(model.forward).parameters
     return next(argument for argument in CACHE_ARGUMENTS if argument in parameters)
 
 
 def check_supported(given: nn.Module) -> PreTrainedModel:
-    """The model itself, where its state can be rolled back exactly; others are refused by name before anything runs.
+    """Return the model itself if its state can be rolled back exactly; refuse it before anything runs otherwise.
 
-    Raises: UnsupportedModelError, as `check_unwrapped` does; UnsupportedStateError.
+    Raises: UnsupportedModelError, UnsupportedStateError; the message names the reason.
     """
     model = check_unwrapped(given)
     name = type(model).__name__
@@ -90,14 +89,14 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; foredraft decodes causal language models.")
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
-            f"{name} has no output embedding that turns its states into logits of tokens; load the model by "
+            f"{name} has no output embedding that turns its hidden states into logits; load the model with "
             "AutoModelForCausalLM."
         )
     empty = [path for path, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise UnsupportedModelError(
             f"{name} has no values for {len(empty)} of its weights ({empty[0]}, ...), which are on the meta device: "
-            "they were never loaded, or were offloaded. Load the model onto one device by from_pretrained."
+            "they were never loaded, or were offloaded. Load the model onto one device with from_pretrained."
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
@@ -105,15 +104,15 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
     for path, module in model.named_modules():
         if getattr(module, "merged", False) is True and getattr(module, "disable_adapters", False) is True:
             raise UnsupportedModelError(
-                f"{path} of {name} has adapters that are both merged and disabled, and takes them out of its weights "
-                "in the forward; call unmerge_adapter() before the adapters are disabled."
+                f"{path} of {name} has adapters that are both merged and disabled; its forward would unmerge them, "
+                "which changes the weights. Call unmerge_adapter() before you disable the adapters."
             )
     own_mask = next((path for path, buffer in model.named_buffers() if _hides_columns(buffer)), None)
     if own_mask is not None:
         raise UnsupportedModelError(
-            f"{name} keeps a mask of its own ({own_mask}) that hides cache columns by their number, as local attention "
-            "of GPT-Neo's kind: rows of a batch and nodes of a draft lie in other columns than their positions, so "
-            "they would see other tokens than plain text does. Use a model whose window is masked by position."
+            f"{name} has its own attention mask ({own_mask}), which hides cache columns by column number, as local "
+            "attention in GPT-Neo does. In a batch or a draft the column of a token differs from its position, so "
+            "tokens would see the wrong context. Use a model whose window is masked by position."
         )
     parameters = inspect.signature(model.forward).parameters
     if not any(argument in parameters for argument in CACHE_ARGUMENTS):
@@ -134,7 +133,8 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
     unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
     if unknown:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(unknown)}, whose masks foredraft does not know."
+            f"{name} has layers of type {', '.join(unknown)}, for which foredraft has no masks. Use a model with full "
+            "or sliding-window attention."
         )
     if "position_ids" not in parameters:
         raise UnsupportedModelError(
@@ -145,7 +145,7 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
 
 
 def check_width(name: str, model: PreTrainedModel) -> None:
-    """Refuse a target for heads: one that projects its last hidden states to another width (OPT-350m).
+    """Refuse a target for draft heads that projects its last hidden states to another width (OPT-350m).
 
     Raises: UnsupportedModelError.
     """
@@ -153,20 +153,21 @@ def check_width(name: str, model: PreTrainedModel) -> None:
     read = getattr(output, "in_features", size)
     if read != size:
         raise UnsupportedModelError(
-            f"layers of {name} pass on {size} numbers, and its output layer reads {read}; heads need one width for "
-            "both: use a method without a head, such as 'suffix'"
+            f"the layers of {name} have width {size}, and its output layer has input width {read}; draft heads need "
+            "equal widths. Use a method without a head, such as 'suffix'"
         )
 
 
 def shares_keys(config: Any) -> bool:
-    """Whether some layers attend to keys and values of an earlier one, as those of Gemma 3n and 4 may."""
+    """Return whether some layers attend to keys and values of an earlier layer, as in Gemma 3n and 4."""
     return any(type(layer).__name__ == _SHARING for layer in DynamicCache(config=config).layers)
 
 
 def compute_all_nodes(shadow: nn.Module) -> None:
-    """Let layers that share keys run over all nodes: Gemma 4 gives them those alone whose logits are wanted.
+    """Make layers that share keys run over all nodes. Gemma 4 runs them only over the nodes whose logits are needed.
 
-    Nodes of a list lie elsewhere than at the end of their row, and features are wanted of all.
+    It selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are needed for all
+    nodes.
     """
     for module in shadow.modules():
         if "first_kv_shared_layer_idx" in vars(module):
@@ -174,7 +175,7 @@ def compute_all_nodes(shadow: nn.Module) -> None:
 
 
 def _hides_columns(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is a mask over columns that hides more than what comes later."""
+    """Return whether a buffer is a mask over columns that hides more than future columns."""
     if buffer.dtype not in (torch.bool, torch.uint8) or buffer.dim() < 2 or buffer.shape[-1] != buffer.shape[-2]:
         return False
     visible = buffer.bool()
@@ -182,19 +183,23 @@ def _hides_columns(buffer: torch.Tensor) -> bool:
 
 
 def check_autocast(device: torch.device) -> None:
-    """Raises: ConfigError under autocast, which would round packed and other layers each in its own way."""
+    """Refuse ``torch.autocast``, which would round packed layers and other layers differently.
+
+    Raises: ConfigError.
+    """
     if torch.is_autocast_enabled(device.type):
         raise ConfigError(
-            "torch.autocast is on, and foredraft computes in the dtype of the model; leave the context, or load the "
-            "model in that dtype"
+            "torch.autocast is on, and foredraft computes in the dtype of the model; leave the autocast context, or "
+            "load the model in that dtype"
         )
 
 
 def exact_context_length(config: Any) -> int | None:
-    """Positions up to which a text's logits do not depend on what else runs; None where the config states no limit.
+    """Return the length up to which a sequence's logits do not depend on what else runs; None if the config has no
+    limit.
 
-    Longrope changes all frequencies once any position of a forward passes the original context, so a draft across
-    that border would change tokens before it: texts that begin before the border end there.
+    Longrope changes all frequencies once any position of a forward pass exceeds the original context. A draft across
+    that limit would change tokens before it, so a sequence whose prompt is within the limit ends there.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
     border = longrope_border(config)
@@ -202,7 +207,7 @@ def exact_context_length(config: Any) -> int | None:
 
 
 def longrope_border(config: Any) -> int | None:
-    """Original context of longrope, at which frequencies change; None for models of other types."""
+    """Return the original context of longrope, at which frequencies change; None for models of other types."""
     borders = [
         int(rope["original_max_position_embeddings"])
         for rope in _ropes(config)
@@ -212,45 +217,45 @@ def longrope_border(config: Any) -> int | None:
 
 
 def beyond_context(config: Any, long_context: int | None) -> str:
-    """Advice for texts beyond the context of a model, for messages.
+    """Return advice for error messages about sequences longer than the context of a model; may be empty.
 
     Args:
-      long_context: context of prompts that are longer than the border of longrope; None where they do not run.
+      long_context: context of prompts longer than the longrope limit; None if such prompts cannot run.
     """
     context = getattr(config, "max_position_embeddings", None)
     if (border := longrope_border(config)) is not None and border <= (context or border):
         if long_context is None:
             return (
-                f"its rotary positions are longrope, whose frequencies change behind {border} tokens, and no others "
-                "were found in this model; transformers alone goes on there"
+                f"its rotary positions are longrope, whose frequencies change after {border} tokens, and foredraft "
+                "cannot reproduce the frequencies of longer sequences; use transformers alone for them"
             )
         return (
-            f"its rotary positions are longrope: a text whose prompt has up to {border} tokens ends there, where all "
-            "frequencies change, and a longer prompt runs with the long factors throughout, up to "
-            f"{long_context} tokens"
+            f"its rotary positions are longrope, whose frequencies all change after {border} tokens: a sequence whose "
+            f"prompt has up to {border} tokens ends there; a longer prompt uses the long factors from the start, up "
+            f"to {long_context} tokens"
         )
     if any(DYNAMIC in str(rope.get("rope_type")) for rope in _ropes(config)):
         return (
             f"its rotary positions are dynamic NTK, whose frequencies change with every token beyond {context}, so "
-            "that drafts would change the tokens before them; transformers alone goes on there, as does a fixed type "
-            "(linear, yarn) in rope_parameters"
+            "drafts would change the tokens before them; for longer sequences use transformers alone, or set a fixed "
+            "type (linear, yarn) in rope_parameters"
         )
     return ""
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Parameters of rotary positions: those of all layers, and those of each kind of attention."""
+    """Parameters of rotary positions: of the model as a whole, and of each attention type."""
     ropes = getattr(config, "rope_parameters", None) or {}
     return [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
 
 
 def has_planes(config: Any) -> bool:
-    """Whether positions of a model have several planes (time, height, width), which are alike for text."""
+    """Return whether positions of a model have several planes (time, height, width), which are equal for text."""
     return any("mrope_section" in rope for rope in _ropes(config))
 
 
 def layer_types(config: Any) -> tuple[str, ...]:
-    """Attention type of every layer, as `transformers` derives it from a text config."""
+    """Return the attention type of every layer, as `transformers` derives it from a text config."""
     listed = getattr(config, "layer_types", None)
     if listed is not None:
         return tuple(listed)
@@ -259,7 +264,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits (..., V) of a drafter over a target's vocabulary: padding tokens are cut off or impossible."""
+    """Fit logits (..., V) of a drafter to the target's vocabulary: drop extra tokens, and give missing ones -inf."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab_size]

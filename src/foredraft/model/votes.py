@@ -1,4 +1,4 @@
-"""How much attention the last tokens of a text pay to its columns, by layer and head of the cache."""
+"""Attention weights that the last tokens of a row give to its earlier columns, by layer and key head."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from foredraft.model.nodes import Nodes
 from foredraft.model.reduced import group_attention
 
 POOLING = 5
-"""Neighbouring columns over which votes are averaged, as published."""
+"""Number of neighbouring columns over which votes are averaged, as published."""
 
 
 def attention_votes(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """The votes of the last W tokens of a text for the columns before them.
+    """Return the votes of the last W tokens of a row for the columns before them.
 
     Args:
-      query: (H_q, W, D), of the last tokens.
-      key: (H_kv, T, D), of all columns, those of the last tokens at the end; H_kv divides H_q.
+      query: (H_q, W, D), queries of the last tokens.
+      key: (H_kv, T, D), keys of all columns, including the last tokens; H_kv divides H_q.
       scaling: factor of the scores; 1/sqrt(D) by default.
-    Returns: (H_kv, T - W): the attention of the W queries of all query heads of a group, summed, and averaged over
-      `POOLING` neighbours.
+    Returns: (H_kv, T - W): attention weights of the W queries, summed over the query heads of a group, and averaged
+      over `POOLING` neighbours.
 
-    Source: SnapKV (Li et al. 2024, arXiv:2404.14469). The scores are scaled, as those of the model are.
+    Source: SnapKV (Li et al. 2024, arXiv:2404.14469). The scores are scaled like those of the model.
     """
     num_heads, window, size = query.shape
     num_kv_heads, columns, _ = key.shape
@@ -44,15 +44,15 @@ def attention_votes(query: torch.Tensor, key: torch.Tensor, scaling: float | Non
 
 
 class SnapKVScorer:
-    """Takes votes from a model, by running the last tokens of a row once more.
+    """Computes votes of a model, by running the last tokens of a row once more.
 
-    The votes are taken inside of the attention function that the adapter registers, so the model must run its
-    attention through it; models that do not are refused.
+    The votes are computed inside the attention function that the adapter registers. A model that does not run its
+    attention through this function is refused.
 
     Args:
-      target: the model whose cache the votes are about. It is not changed, and its forwards are not counted.
+      target: model whose cache is scored. It is not changed, and its forward passes are not counted.
 
-    Raises: UnsupportedModelError for a model with an attention of its own.
+    Raises: UnsupportedModelError for a model with its own attention code.
     """
 
     def __init__(self, target: CausalLM) -> None:
@@ -65,11 +65,11 @@ class SnapKVScorer:
         self._votes: list[torch.Tensor] = []
 
     def votes(self, tokens: list[int], cache: KVCache, row: int) -> list[torch.Tensor]:
-        """Votes of the last tokens of a row of a cache for the columns before them, (heads, T - W) by layer.
+        """Return the votes of a row's last tokens for the columns before them, (heads, T - W) by layer.
 
         Args:
-          tokens: those that the last W columns of the row hold. The columns are left as they were, bit for bit.
-        Raises: UnsupportedModelError where attention has terms of its own, or layers share keys and values.
+          tokens: tokens of the last W columns of the row. The columns are restored afterwards, bit for bit.
+        Raises: UnsupportedModelError if attention has extra terms, or layers share keys and values.
         """
         length = cache.lengths[row]
         self._votes = []
@@ -79,7 +79,7 @@ class SnapKVScorer:
         layers = [layer for layer in cache.layers if layer.is_initialized]
         if len(votes) != self.model.num_layers or len(layers) != self.model.num_layers:
             raise self._refusal(self._refused)
-        # heads of attention that are made of one head of the cache vote together
+        # attention heads that share a key head vote together
         return [of.view(layer.keys.shape[1], -1, of.shape[1]).sum(1) for of, layer in zip(votes, layers, strict=True)]
 
     def _see(
@@ -93,6 +93,6 @@ class SnapKVScorer:
     @staticmethod
     def _refusal(target: CausalLM) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{target.name} runs an attention of its own, whose votes cannot be taken; use kv_selector='streaming', "
-            "which needs none"
+            f"{target.name} has its own attention code, whose attention weights are not available; use "
+            "kv_selector='streaming', which needs no attention weights"
         )

@@ -69,7 +69,7 @@ def test_a_folder_says_what_lies_in_it(folders: dict[str, str], caplog: pytest.L
 @pytest.mark.parametrize("name", ["shared", "hydra++"])
 def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(name: str, folders: dict[str, str]) -> None:
     """OPT-350m projects its last hidden states: heads of its width failed in every step instead."""
-    with pytest.raises(UnsupportedModelError, match="pass on 32 numbers, and its output layer reads 16"):
+    with pytest.raises(UnsupportedModelError, match="have width 32, and its output layer has input width 16"):
         LLM(narrow_opt(), {"model": folders[name]})
 
 

@@ -89,7 +89,7 @@ def test_chains_are_the_argmaxes_of_logits(dtype: torch.dtype, reduced: bool) ->
 
 def test_a_chain_needs_a_token_to_begin_with() -> None:
     lm = adapter()
-    with pytest.raises(ShapeError, match="row 1 has no token"):
+    with pytest.raises(ShapeError, match="the chain of row 1 is empty"):
         lm.chains([TEXT[:4], []], lm.new_cache(2), [3, 3], V, None)
 
 

@@ -260,7 +260,7 @@ def test_forms_of_the_target_are_refused_beside_another_model(key: dict[str, Any
 def test_small_models_with_an_attention_of_their_own_are_refused_by_name() -> None:
     """Their target's attention plays no part."""
     config = {"method": "sparse_kv", "model": target_model("llama", "eager"), "kv_selector": "snapkv"}
-    with pytest.raises(UnsupportedModelError, match="attention of its own"):
+    with pytest.raises(UnsupportedModelError, match="its own attention code"):
         LLM(target_model("llama", "sdpa"), speculative_config=config)
 
 
@@ -268,5 +268,5 @@ def test_a_view_gives_back_only_what_it_holds() -> None:
     lm = toys.target()
     cache, whole = ViewCache(lm.num_layers, num_rows=1), lm.new_cache(1)
     cache.offsets[0] = 5
-    with pytest.raises(ShapeError, match="holds 0 columns; 5 are missing in the other one"):
+    with pytest.raises(ShapeError, match="has 0 columns, but the other cache lacks 5"):
         cache.give_back(0, whole)

@@ -218,5 +218,5 @@ def test_kept_columns_come_back_also_after_an_error() -> None:
         overwrite()
     assert cache.lengths == [4, 3]
     assert all(torch.equal(old, new) for old, new in zip(before, cache._buffers(), strict=True))
-    with pytest.raises(ShapeError, match="holds 3 columns"), cache.kept(1, 1, 4):
+    with pytest.raises(ShapeError, match="has 3 columns"), cache.kept(1, 1, 4):
         pass

@@ -42,7 +42,7 @@ def test_nothing_is_packed(elsewhere: str) -> None:
 
 def test_packed_is_refused_where_nothing_can_be_packed(elsewhere: str) -> None:
     """It once ran eagerly, calling itself packed."""
-    with pytest.raises(ConfigError, match=r"needs the library's own kernels.*x86 CPU with AVX2.*'eager', or 'auto'"):
+    with pytest.raises(ConfigError, match=r"needs the library's own kernels.*x86 CPU with AVX2.*'eager' or 'auto'"):
         LLM(toy_model(), execution="packed")
 
 

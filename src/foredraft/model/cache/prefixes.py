@@ -1,4 +1,4 @@
-"""Keys and values of rows that have ended, for prompts that begin like them."""
+"""Store of keys and values of finished rows, for prompts that begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from foredraft.model.cache.ragged import KVCache, RowStates
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The beginning of a text, copies of keys and values of its first columns, and what a drafter knew of it.
+    """The beginning of a finished row: its tokens, copies of its keys and values, and the drafter's state for it.
 
     Args:
-      memory: of the drafter, with its ``num_bytes``; None where it kept nothing.
-      owner: the drafter that has left the memory; None where there is none, which every engine has a use for.
-      salt: of its request, the only ones that it is handed out to; None for those without.
+      token_ids: tokens of the row.
+      num_columns: number of copied columns.
+      states: copied keys and values.
+      memory: state of the drafter, with an attribute ``num_bytes``; None without one.
+      owner: drafter that made ``memory``; None without one, which makes the prefix usable for every drafter.
+      salt: cache salt of the request; only requests with the same salt may use the prefix. None for no salt.
     """
 
     token_ids: tuple[int, ...]
@@ -32,21 +35,24 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """Of the copies, and of what the drafter knew."""
+        """Memory of the copies and of the drafter's state, in bytes."""
         return bytes_of(self.states) + (0 if self.memory is None else int(self.memory.num_bytes))
 
     def covers(self, token_ids: tuple[int, ...], num_columns: int, salt: object = None) -> bool:
-        """Whether another text of the same salt is its beginning, with as many columns or fewer."""
+        """Return whether this prefix contains another one of the same salt: its tokens first, and no more columns."""
         is_beginning = num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
         return is_beginning and salt == self.salt
 
     def load(
         self, cache: KVCache, row: int, recall: Callable[[object, int], int], grain: int, shared: int | None = None
     ) -> int:
-        """Fill an empty row with all columns, or, where not all are recalled, with whole grains; how many.
+        """Copy columns into an empty row and return their number: all, or a multiple of ``grain`` if the drafter has
+        fewer.
 
         Args:
-          shared: tokens that the text of the row begins with, too, of which whole grains are wanted; all by default.
+          recall: function of the drafter's state and a number of tokens; returns the number that the drafter can use.
+          grain: step to which a partial prefix is cut.
+          shared: number of tokens that the row has in common with this prefix; all by default.
         """
         known, length = partial(recall, self.memory), self.num_columns
         if shared is not None or known(length) < length:
@@ -57,20 +63,19 @@ class Prefix:
 
 
 class PrefixStore:
-    """The most recent rows that have ended, each as far as a cache held it.
+    """Store of the most recently finished rows, each with the columns that its cache contained.
 
-    A prompt takes over the longest beginning that it shares with any of them, so a conversation that goes on is fed its
-    new text only. Texts that another one begins with are not kept twice, but for what several drafters know
-    of them: one that must know a beginning takes over what its own rows have left, where it would have to
-    read more of a longer beginning that another one left.
+    A prompt takes over the longest beginning that it shares with any of them, so a continued conversation only runs its
+    new tokens. A prefix of another stored prefix is not stored twice. The exception is a drafter that needs its own
+    state: it uses a shorter prefix of its own if a longer one of another drafter would make it read more tokens.
 
     Args:
-      limit: how many texts are kept, 1 or more; the least recently used one makes room.
+      limit: maximum number of prefixes, at least 1; the least recently used one is removed first.
 
     Attributes:
-      max_bytes: memory that all of them may take; None for any. A text that does not fit alone is not kept.
+      max_bytes: maximum memory of all prefixes in bytes; None for no limit. A larger single prefix is not stored.
 
-    Exactness: states are as good as the columns that the scheduler lets in and out (`Scheduler`).
+    Exactness: the store copies columns bit for bit. `Scheduler` decides which columns may be stored and loaded.
     """
 
     def __init__(self, limit: int) -> None:
@@ -85,12 +90,12 @@ class PrefixStore:
 
     @property
     def num_tokens(self) -> int:
-        """Columns kept, of all texts together."""
+        """Number of stored columns, of all prefixes together."""
         return sum(prefix.num_columns for prefix in self._kept)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what is kept."""
+        """Memory of all prefixes, in bytes."""
         return sum(prefix.num_bytes for prefix in self._kept)
 
     def keep(
@@ -103,12 +108,12 @@ class PrefixStore:
         owner: object = None,
         salt: object = None,
     ) -> None:
-        """Copy the first columns of a row, which hold the first tokens of this text.
+        """Store copies of the first columns of a row, which contain the first of these tokens.
 
         Args:
-          remember: makes what is to be handed out together with them; called only where it is not known yet.
-          owner: of what is remembered, the only one who has a use for it.
-          salt: of the row's request, see `Prefix`.
+          remember: function that returns the drafter's state for them; called only if the store does not have it yet.
+          owner: drafter of this state, which alone can use it.
+          salt: cache salt of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
         if not num_columns or num_columns * cache.column_bytes > self._most:
@@ -149,13 +154,13 @@ class PrefixStore:
         owner: object = None,
         salt: object = None,
     ) -> int:
-        """Fill an empty row with the longest known beginning of this text; the number of its tokens.
+        """Fill an empty row with the longest stored beginning of these tokens, and return the number of columns.
 
         Args:
-          recall: is given what was to be remembered and the number of tokens, and says how many of them are wanted.
-          grain: of which the number is to be a multiple.
-          owner: who asks; what others have remembered is given to nobody else.
-          salt: of the row's request, see `Prefix`.
+          recall: function of the drafter's state and a number of tokens; returns the number that the drafter can use.
+          grain: number of which the result is a multiple.
+          owner: drafter of the row; it gets no other drafter's state.
+          salt: cache salt of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
         found = []
@@ -189,7 +194,7 @@ class PrefixStore:
         return prefix.load(cache, row, recall if is_own else lambda _, count: recall(None, count), grain, shared)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Remove all prefixes."""
         self._kept = []
 
     def _touch(self, prefix: Prefix) -> None:
@@ -198,9 +203,10 @@ class PrefixStore:
 
 
 def _recalled(recall: Callable[[int], int], wanted: int, shared: int, grain: int) -> int:
-    """The most that is recalled of ``wanted`` tokens, in whole grains, where ``shared`` ones are alike.
+    """Return the largest number of tokens up to ``wanted`` that the drafter can use, in whole grains.
 
-    Heads make the entry of a token from the one that follows, so of n shared tokens they recall n - 1 at most.
+    A drafter may be one token short: heads make the entry of a token from the next token, so of n ``shared`` tokens
+    they can use at most n - 1.
     """
     known = recall(wanted)
     while known % grain:

@@ -1,6 +1,7 @@
-"""Keys and values of many rows of different length, written by unmodified models; and all caches of an engine.
+"""Key-value cache for rows of different lengths, written by unmodified models, and the group of all caches of an
+engine.
 
-This is the only file that owns lengths, commit and rollback. A row has one slot in all caches of an engine.
+Only this file changes lengths, commits and rolls back. A row has one slot in all caches of an engine.
 """
 
 from __future__ import annotations
@@ -29,31 +30,32 @@ from foredraft.model.cache.storage import (
 from foredraft.model.nodes import FlatNodes
 
 KEPT_COLUMNS = 64
-"""Columns behind a row that drafts have written, which are not given back."""
+"""Number of columns after the end of a row, written by drafts, whose memory is kept."""
 
 RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
-"""Keys and values of one row, layer by layer; None for a layer that keeps none."""
+"""Keys and values of one row, layer by layer; None for a layer that stores none."""
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """A preallocated `transformers` cache whose rows have lengths of their own.
+    """A preallocated `transformers` cache in which every row has its own length.
 
-    ``lengths[row]`` columns of a row are committed; a forward writes its nodes behind them, and nothing counts
-    before ``commit``. Columns grow in steps, rows too. Sliding-window layers keep every position and are
-    restricted by the mask, so that rollback stays exact after the window has filled.
+    ``lengths[row]`` columns of a row are committed. A forward pass writes its nodes after them, and these nodes count
+    only after ``commit``. Columns and rows grow in steps. Sliding-window layers keep every position and are restricted
+    by the mask, so rollback stays exact after the window has filled.
 
     Args:
-      num_layers: of the model.
-      num_rows: rows to start with, of length 0.
-      capacity: columns to start with.
-      device: of the model, for index tensors.
-      dtype: that keys and values are rounded to when they are written: also its own are so for a forward.
+      num_layers: number of layers of the model.
+      num_rows: initial number of rows, each of length 0.
+      capacity: initial number of columns.
+      device: device of the model, for index tensors.
+      dtype: dtype to which keys and values are rounded when they are written. A forward pass also reads its own nodes
+        rounded.
 
     Attributes:
-      offsets: one per row, see `row_offsets`.
-      max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
-        the cache grows to just below it, and gives columns back for rows, or rows for columns. See `limit`.
-      memory: another object after buffers were allocated.
+      offsets: distance between positions and columns, one per row; see `row_offsets`.
+      max_cells: limit on rows times columns to allocate, exceeded only if one call needs more. Near the limit the cache
+        grows to just below it, and trades columns for rows or rows for columns. See `limit`.
+      memory: token object that is replaced whenever buffers are allocated.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class KVCache(Cache):  # type: ignore[misc]
         self.num_slots = max(num_rows, 1)
         self.window = Window(0, 1, 0, None, 0)
         self.max_cells: int | None = None
-        self._least = capacity, 1  # columns and rows, below which it does not shrink
-        self._needed_columns = self._needed_rows = 0  # at most since `shrink`
+        self._least = capacity, 1  # minimum columns and rows when shrinking
+        self._needed_columns = self._needed_rows = 0  # maximum since the last `shrink`
         self.memory = object()
-        self._held = [0] * self.num_slots  # columns that have memory, where it is lazy
-        self.addresses: Any = None  # of the buffers, as the native program keeps them
-        self._movable: list[Any] = []  # the buffers, as columns of them are moved
+        self._held = [0] * self.num_slots  # columns with memory, by slot, if memory is lazy
+        self.addresses: Any = None  # buffer addresses, cached by the native program
+        self._movable: list[Any] = []  # views of the buffers, for moving columns
         self._movable_memory: object = None
 
     @property
@@ -82,19 +84,19 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @property
     def is_lazy(self) -> bool:
-        """Whether rows take memory for their own columns alone; else each takes as much as the longest."""
+        """True if rows take memory only for their own columns; otherwise each row takes as much as the longest."""
         return storage.IS_LAZY and self.device.type == "cpu"
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the buffers hold: of all columns, or where it is lazy of those that were written."""
+        """Memory of the buffers in bytes: of all columns, or of the written ones if memory is lazy."""
         if self.is_lazy:
             return self.column_bytes * sum(self._held)
         return sum(buffer.nbytes for buffer in self._buffers())
 
     @property
     def column_bytes(self) -> int:
-        """Memory of one column of one row."""
+        """Memory of one column of one row, in bytes."""
         return sum(buffer.nbytes // (buffer.shape[0] * buffer.shape[2]) for buffer in self._buffers())
 
     # -- one forward -------------------------------------------------------------------------------------------
@@ -107,12 +109,12 @@ class KVCache(Cache):  # type: ignore[misc]
         flat: FlatNodes | None = None,
         ends: torch.Tensor | None = None,
     ) -> int:
-        """Make room for ``width`` new columns after the committed ones of the given rows.
+        """Reserve ``width`` new columns after the committed ones of the given rows.
 
         Args:
-          flat: the nodes come as a list.
-          ends: (B, 1), the committed lengths, where they are on the device already.
-        Returns: the number of columns T that attention will run over.
+          flat: layout of the nodes, if they come as a list.
+          ends: (B, 1), the committed lengths, if already on the device.
+        Returns: the number of columns T that attention will read.
         """
         lengths = self.row_lengths(first_row, num_rows)
         num_columns = max(lengths) + width
@@ -125,19 +127,19 @@ class KVCache(Cache):  # type: ignore[misc]
         return num_columns
 
     def row_lengths(self, first_row: int, num_rows: int) -> list[int]:
-        """Committed lengths of some rows; 0 for slots after the last row, which may pad a batch."""
+        """Return the committed lengths of some rows; 0 for slots after the last row, which may pad a batch."""
         lengths = self.lengths[first_row : first_row + num_rows]
         return lengths + [0] * (num_rows - len(lengths))
 
     def row_offsets(self, first_row: int, num_rows: int) -> list[int] | None:
-        """How far the positions of the next tokens of some rows are ahead of their columns; None for nowhere."""
+        """Return the distance between positions and columns for the next tokens of some rows; None if all are 0."""
         offsets = self.offsets[first_row : first_row + num_rows]
         return offsets + [0] * (num_rows - len(offsets)) if any(offsets) else None
 
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
         """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other.
 
-        Buffers that move anyway are cut in the other direction to what rows need now, where they need far less.
+        Buffers that must be copied anyway shrink in the other direction if rows need far less there.
         """
         if capacity > self._needed_columns:
             self._needed_columns = capacity
@@ -152,17 +154,17 @@ class KVCache(Cache):  # type: ignore[misc]
         self._resize(*grown((self.capacity, columns), (self.num_slots, rows), self.max_cells, self._least))
 
     def limit(self, max_cells: int) -> None:
-        """Keep to so many rows times columns from now on, where each row takes as much as the longest."""
+        """Limit rows times columns to ``max_cells``. Without effect if memory is lazy."""
         if self.is_lazy:
             return
         self.max_cells, self.capacity = max_cells, min(self.capacity, max_cells)
         self._least = min(self._least[0], max_cells), 1
 
     def shrink(self) -> bool:
-        """Give back what has not been needed since the last call, where that is half or more; whether it was.
+        """Free memory that has not been needed since the last call, if that is at least half; return whether any was
+        freed.
 
-        Call it between forwards, and so seldom that rows come and go between two calls: buffers are copied. Where it is
-        lazy, rows have left nothing behind.
+        Call it between forward passes, and rarely, because buffers are copied. Lazy memory needs no shrinking.
         """
         if self.is_lazy:
             return False
@@ -175,7 +177,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return True
 
     def _hold(self, row: int, length: int) -> None:
-        """A row ends here now: what has been held behind it is given back, where that is more than drafts need."""
+        """Record the new end of a row, and free the memory after it if that is more than drafts need."""
         if self.is_lazy and self._held[row] > length + KEPT_COLUMNS * (length > 0):
             for buffer in self._buffers():
                 storage.give_back(buffer, row, length)
@@ -183,7 +185,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._held[row] = max(self._held[row], length)
 
     def release(self) -> bool:
-        """Give back all memory of a cache without rows; whether there was any."""
+        """Free all memory of a cache without rows; return whether there was any."""
         if self.lengths or not any(layer.is_initialized for layer in self.layers):
             return False
         for layer in self.layers:
@@ -195,19 +197,20 @@ class KVCache(Cache):  # type: ignore[misc]
         return True
 
     def _resize(self, capacity: int, num_slots: int) -> None:
-        self._movable = []  # else the old buffers would be kept
+        self._movable = []  # a view would keep the old buffers alive
         try:
             for layer in self.layers:
                 layer.resize(num_slots, capacity)
-        finally:  # what all layers hold, where there was no memory for more
+        finally:  # if memory ran out, use the size that all layers have
             self.num_slots, self.capacity = held(self.layers, num_slots, capacity)
             self._held = [*self.lengths[: self.num_slots], *[0] * (self.num_slots - self.num_rows)]
 
     def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
-        """Keep the accepted nodes of every row, in path order, and forget the others.
+        """Keep the accepted nodes of every row, in path order, and drop the others.
 
-        ``paths[i]`` are node indices of row ``first_row + i``, ascending, root first; an empty path commits nothing.
-        Nodes of length L cache lie in columns L + node; path (0, 2, 3) copies columns L + 2, L + 3 to L + 1, L + 2.
+        ``paths[i]`` contains node indices of row ``first_row + i``, ascending, root first; an empty path commits
+        nothing. In a row of length L, node n is in column L + n; path (0, 2, 3) copies columns L + 2, L + 3 to L + 1, L
+        + 2.
         """
         rows, sources, targets = [], [], []
         for row, path in enumerate(paths, first_row):
@@ -227,10 +230,10 @@ class KVCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def _move_columns(self, rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
         if self._movable_memory is not self.memory or not self._movable:
-            self._movable = []  # else the old buffers would be kept
+            self._movable = []  # a view would keep the old buffers alive
             if self.device.type == "cpu":
                 self._movable += storage.arrays_of(self._buffers())
-            else:  # done when a draft first leaves columns to be moved, and again after the cache has grown
+            else:  # runs when columns first have to move, and again after the cache has grown
                 self._movable += storage.slabs_of(self.layers)
                 self.memory = object()
             self._movable_memory = self.memory
@@ -240,31 +243,32 @@ class KVCache(Cache):  # type: ignore[misc]
             storage.move_in_slabs(self._movable, rows, sources, targets)
 
     def rollback(self, lengths: Sequence[int], first_row: int = 0) -> None:
-        """Forget everything after the given lengths. Costs nothing.
+        """Drop everything after the given lengths. No data is moved.
 
-        Raises: ShapeError when a length is negative or longer than what is committed.
+        Raises: ShapeError if a length is negative or longer than the committed part.
         """
         for row, length in enumerate(lengths, first_row):
             if not 0 <= length <= self.lengths[row]:
-                raise ShapeError(f"row {row} holds {self.lengths[row]} committed columns; cannot roll back to {length}")
+                raise ShapeError(f"row {row} has {self.lengths[row]} committed columns; cannot roll back to {length}")
         self.lengths[first_row : first_row + len(lengths)] = lengths
 
     @torch.inference_mode()
     def kept(self, row: int, first_column: int, last_column: int) -> ExitStack:
-        """Let the block write over columns ``first_column`` to ``last_column - 1`` of a row, and put them back.
+        """Return a context in which columns ``first_column`` to ``last_column - 1`` of a row may be overwritten.
 
-        Inside, the row ends at ``first_column``, so that a forward writes there; afterwards it is as long as before.
+        Inside, the row ends at ``first_column``, so a forward pass writes there. At exit the columns and the length are
+        restored.
 
         Raises: ShapeError for columns that are not all committed.
         """
         length = self.lengths[row]
         if not 0 <= first_column <= last_column <= length:
             raise ShapeError(
-                f"columns {first_column}..{last_column - 1} of row {row} cannot be kept: it holds {length} columns"
+                f"columns {first_column}..{last_column - 1} of row {row} cannot be kept: it has {length} columns"
             )
         columns = slice(first_column, last_column)
         saved = [buffer[row, :, columns].clone() for buffer in self._buffers()]
-        stack = ExitStack()  # a generator that Ctrl-C leaves suspended would write them when it is collected
+        stack = ExitStack()  # a generator suspended by Ctrl-C would restore them only when it is collected
         stack.callback(self._put_back, row, columns, saved, length)
         self.lengths[row] = first_column
         return stack
@@ -278,7 +282,7 @@ class KVCache(Cache):  # type: ignore[misc]
     # -- rows --------------------------------------------------------------------------------------------------
 
     def add_rows(self, num_rows: int = 1) -> int:
-        """Append empty rows; returns the index of the first."""
+        """Append empty rows and return the index of the first."""
         first = self.num_rows
         self.lengths.extend([0] * num_rows)
         self.offsets.extend([0] * num_rows)
@@ -286,16 +290,16 @@ class KVCache(Cache):  # type: ignore[misc]
         return first
 
     def clear(self) -> None:
-        """Drop all rows."""
+        """Remove all rows."""
         self.lengths, self.offsets = [], []
         for row in range(self.num_slots):
             self._hold(row, 0)
 
     @torch.inference_mode()
     def erase(self, row: int | None = None, first_column: int = 0) -> None:
-        """Zero the columns of a row, or of all rows, from the given one on, the uncommitted ones too.
+        """Zero the columns of a row, or of all rows, from ``first_column`` on, including uncommitted ones.
 
-        A NaN left behind would reach the next row in this place through masked columns, since 0 * NaN is NaN.
+        A leftover NaN would reach the next row in this slot through masked columns, since 0 * NaN is NaN.
         """
         rows = range(self.num_slots) if row is None else (row,)
         for buffer in self._buffers():
@@ -305,14 +309,14 @@ class KVCache(Cache):  # type: ignore[misc]
             self._held[each] = min(self._held[each], first_column)
 
     def fork(self, row: int) -> int:
-        """Append a copy of a row; returns its index."""
+        """Append a copy of a row and return its index."""
         copy = self.add_rows()
         self.move(row, copy)
         return copy
 
     @torch.inference_mode()
     def export(self, row: int, length: int) -> RowStates:
-        """Copies of the first columns of a row, layer by layer: keys and values (heads, length, head_dim)."""
+        """Return copies of the first columns of a row, layer by layer: keys and values (heads, length, head_dim)."""
         return tuple(
             (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
             if layer.is_initialized
@@ -322,7 +326,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def load(self, row: int, states: RowStates, length: int) -> None:
-        """Make the first ``length`` exported columns the committed ones of a row."""
+        """Replace the committed columns of a row by the first ``length`` exported columns."""
         self.reserve(length)
         for layer, pair in zip(self.layers, states, strict=True):
             if pair is None:
@@ -351,7 +355,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._hold(other, length)
 
     def remove(self, row: int) -> None:
-        """Drop a row; the last row takes its place."""
+        """Remove a row; the last row takes its slot."""
         last = self.num_rows - 1
         if row != last:
             self.move(last, row)
@@ -361,7 +365,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def reorder(self, rows: Sequence[int]) -> None:
-        """Make the rows these ones, in this order; a row may appear several times or not at all."""
+        """Replace the rows by these rows, in this order; a row may appear several times or not at all."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
         lengths, offsets = ([each[row] for row in rows] for each in (self.lengths, self.offsets))
         self.lengths, self.offsets = self.lengths[: len(lengths)], self.offsets[: len(lengths)]
@@ -376,7 +380,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def move(self, row: int, target: int) -> None:
-        """Put a copy of a row in the place of another."""
+        """Copy a row over another row."""
         length = self.lengths[row]
         for buffer in self._buffers():
             buffer[target, :, :length] = buffer[row, :, :length]
@@ -389,10 +393,10 @@ class KVCache(Cache):  # type: ignore[misc]
 
 
 class CacheGroup:
-    """All caches of an engine: adds, moves, copies and removes rows in all of them. Their lengths differ.
+    """All caches of an engine. Rows are added, moved, copied and removed in all of them; lengths differ per cache.
 
     Args:
-      caches: without rows, or with as many rows as the others; the target's comes first.
+      caches: caches with equal numbers of rows; the target's comes first.
     """
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
@@ -403,16 +407,16 @@ class CacheGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all buffers hold."""
+        """Memory of all buffers, in bytes."""
         return sum(cache.num_bytes for cache in self.caches)
 
     def add(self) -> int:
-        """Append an empty row; its slot."""
+        """Append an empty row and return its slot."""
         slots = [cache.add_rows() for cache in self.caches]
         return slots[0] if slots else -1
 
     def fork(self, slot: int) -> int:
-        """Append a copy of a row; its slot."""
+        """Append a copy of a row and return its slot."""
         slots = [cache.fork(slot) for cache in self.caches]
         return slots[0] if slots else -1
 
@@ -422,29 +426,29 @@ class CacheGroup:
             cache.swap(slot, other)
 
     def move(self, slot: int, target: int) -> None:
-        """Put a row in the place of another, which leaves; its own is free."""
+        """Copy a row over another row, which is lost; the old slot is then free."""
         for cache in self.caches:
             cache.move(slot, target)
 
     def remove(self, slot: int) -> None:
-        """Drop a row; the last row takes its place."""
+        """Remove a row; the last row takes its slot."""
         for cache in self.caches:
             cache.remove(slot)
 
     def erase(self, slot: int | None = None) -> None:
-        """Zero all columns of a row, or of all rows, which may hold what is not finite."""
+        """Zero all columns of a row, or of all rows, which may contain NaN or infinity."""
         for cache in self.caches:
             cache.erase(slot)
 
     def clear(self) -> None:
-        """Drop all rows."""
+        """Remove all rows."""
         for cache in self.caches:
             cache.clear()
 
     def shrink(self) -> bool:
-        """Give back what no row has needed since the last call; whether there was anything."""
+        """Free memory that no row has needed since the last call; return whether any was freed."""
         return sum(cache.shrink() for cache in self.caches) > 0
 
     def release(self) -> bool:
-        """Give back all memory of caches without rows; whether there was any."""
+        """Free all memory of caches without rows; return whether there was any."""
         return sum(cache.release() for cache in self.caches) > 0

@@ -1,8 +1,8 @@
-"""The memory of a cache: keys and values of one layer, and the place where a forward writes them.
+"""Memory of a cache: keys and values of one layer, and the place where a forward pass writes them.
 
-On Linux, memory of the CPU holds only what was written: pages that nobody has touched read as zeros and take none. A
-rectangle of rows and columns then costs what its rows hold, however long the longest of them is. Elsewhere, and on
-accelerators, all of a rectangle is held.
+On Linux, CPU memory is lazy: pages that have never been written read as zeros and take no memory. A rectangle of rows
+and columns then costs only what its rows contain, even beside a long row. On other systems, and on accelerators, the
+whole rectangle takes memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from foredraft.native.abi import SCALE_BYTES
 
 Device: TypeAlias = torch.device | str
 Rounded: TypeAlias = torch.dtype | None
-"""What a cache rounds keys and values to; None for nothing."""
+"""Dtype to which a cache rounds keys and values; None for no rounding."""
 
 
 def stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """States (..., D) as a cache of this dtype holds them; of int8 (..., D + 4).
+    """Return states (..., D) in the storage format of a cache of this dtype; for int8 (..., D + 4).
 
-    A head of a token in int8 is D whole numbers up to 127 and, behind them, the bytes of what they are multiples of, in
-    float32. With 2.54 as the largest number, 1.0 becomes 50, of 0.02. Every head depends on its own numbers alone.
+    In int8, a head of a token is D integers from -127 to 127, followed by the 4 bytes of their float32 scale. If the
+    largest number is 2.54, the scale is 0.02 and 1.0 becomes 50. Every head is rounded independently.
     """
     if dtype is not torch.int8:
         return states.to(dtype)
@@ -42,7 +42,7 @@ def stored(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def restored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """States (..., D) in this dtype that a cache holds as `stored`."""
+    """Return states (..., D) in this dtype from the format of `stored`."""
     if rows.dtype is not torch.int8:
         return rows.to(dtype)
     scales = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -52,11 +52,11 @@ def restored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer: two buffers (rows, heads, capacity, head_dim), zero where never written.
 
-    Where the cache has a dtype of its own, they hold states as `stored`, and a forward is given them `restored`.
-    Garbage in a masked column must stay finite, since 0 * NaN is NaN: hence zeros, not empty memory.
+    If the cache has its own dtype, the buffers contain states as `stored`, and a forward pass reads them `restored`.
+    Buffers start as zeros because even masked columns must be finite: 0 * NaN is NaN.
 
     Args:
-      cache: the `KVCache` that it is a layer of, which has its rows, columns, dtype and window.
+      cache: the `KVCache` of this layer, which has its rows, columns, dtype and window.
     """
 
     is_sliding = False
@@ -67,11 +67,11 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate both buffers for states like the first ones (B, heads, N, head_dim)."""
+        """Allocate both buffers for states of the shape (B, heads, N, head_dim)."""
         self.begin(*(self._stored(states[:1, :, :1]) for states in (key_states, value_states)))
 
     def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Allocate both buffers for what lies in a cache of this dtype, in the shape, dtype and device of these."""
+        """Allocate both buffers with the heads, head_dim, dtype and device of stored keys and values."""
         self.keys = self._allocate(keys, self._cache.num_slots, self._cache.capacity)
         self.values = self._allocate(values, self._cache.num_slots, self._cache.capacity)
         self.is_initialized = True
@@ -84,7 +84,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (B, heads, N, head_dim) at the offsets of the rows in work; return all up to the last column."""
+        """Write (B, heads, N, head_dim) at the offsets of the current rows; return all columns up to the last one."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._write(self.keys, key_states), self._write(self.values, value_states)
@@ -113,7 +113,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.inference_mode()
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Move both buffers into ones of this size, one after the other, as far as these hold what there is."""
+        """Copy both buffers into buffers of this size, one after the other, cut to what fits."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -128,7 +128,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
             self._cache.memory = object()
 
     def release(self) -> None:
-        """Give both buffers back; the next states allocate new ones."""
+        """Free both buffers; the next write allocates new ones."""
         if self.is_initialized:
             self.is_initialized = False
             self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
@@ -148,9 +148,9 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class Window:
-    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns (B, N) of their own.
+    """Place where the running forward pass writes: rows from ``first_row`` on, at one offset or at columns (B, N).
 
-    With ``flat``, states are those of a list of nodes, and columns (S,) theirs.
+    With ``flat``, states are those of a list of nodes, and columns are (S,).
     """
 
     __slots__ = ("columns", "first_row", "flat", "num_rows", "offset", "row_index", "view_length")
@@ -177,23 +177,25 @@ class Window:
 
 
 SMALL_COLUMNS, SMALL_ROWS = 2048, 16
-"""Sizes up to which a cache doubles when it grows; beyond, it grows by quarters."""
+"""Sizes up to which a cache doubles when it grows; larger caches grow by a quarter."""
 
 
 TRADED = 4
-"""Factor by which a cache has to become smaller for one direction to be cut while the other one grows."""
+"""Factor by which a cache must become smaller for one direction to be cut while the other grows."""
 
 
 def grown(
     columns: tuple[int, int], rows: tuple[int, int], max_cells: int | None, least: tuple[int, int] = (1, 1)
 ) -> tuple[int, int]:
-    """Columns and rows to allocate, in steps and within a limit, each given as present and needed size.
+    """Return the columns and rows to allocate, in steps and within a limit.
 
-    Of 256 columns and 4 rows, 300 and 5 become 512 and 8; where only 2,000 may be, 5 rows of 400 columns. 8,192 columns
-    become 10,240. The direction that does not grow is cut to what is needed where that leaves a quarter or less: one
-    row of 2,048 columns becomes 16 rows of 256 when 16 rows need 100 columns.
+    256 columns and 4 rows become 512 and 8 if 300 and 5 are needed, or 5 rows of 400 columns under a limit of 2,000
+    cells. 8,192 columns grow to 10,240. The direction that does not grow is cut to what is needed if that leaves
+    a quarter or less: one row of 2,048 columns becomes 16 rows of 256 when 16 rows need 100 columns.
 
     Args:
+      columns, rows: present size and needed size.
+      max_cells: limit on columns times rows; None for no limit.
       least: columns and rows below which neither direction is cut.
     """
     wide, high = enlarged(*columns, SMALL_COLUMNS), enlarged(*rows, SMALL_ROWS)
@@ -208,41 +210,42 @@ def grown(
 
 
 def fitting(columns: tuple[int, int], rows: tuple[int, int], least: tuple[int, int]) -> tuple[int, int]:
-    """Columns and rows that hold what is needed, in the steps in which a cache grows; each given as needed and most.
+    """Return the columns and rows that fit what is needed, in the growth steps of a cache.
 
     Args:
-      least: columns and rows to begin with.
+      columns, rows: needed size and maximum size.
+      least: smallest columns and rows.
     """
     wide, high = enlarged(least[0], columns[0], SMALL_COLUMNS), enlarged(least[1], rows[0], SMALL_ROWS)
     return min(wide, columns[1]), min(high, rows[1])
 
 
 def held(layers: Sequence[RaggedLayer], num_slots: int, capacity: int) -> tuple[int, int]:
-    """Rows and columns that all layers hold, at most those given."""
+    """Return the rows and columns that all layers have, limited to the given numbers."""
     shapes = [buffer.shape for layer in layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
     return min([num_slots, *(shape[0] for shape in shapes)]), min([capacity, *(shape[2] for shape in shapes)])
 
 
 def enlarged(size: int, wanted: int, small: int) -> int:
-    """The size that holds what is wanted: doubled up to ``small``, and by quarters beyond."""
+    """Return the grown size that is at least ``wanted``: doubled up to ``small``, then grown by a quarter at a time."""
     while size < wanted:
         size += size if size < small else size // 4
     return size
 
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes."""
+"""Integer dtypes by size in bytes."""
 
 
 def arrays_of(buffers: Iterable[torch.Tensor]) -> list[np.ndarray]:
-    """Buffers of the CPU as arrays of whole numbers, in whose rows `move_columns` moves columns."""
+    """Return CPU buffers as integer arrays, for `move_columns`."""
     return [buffer.view(WHOLE[buffer.element_size()]).numpy() for buffer in buffers]
 
 
 def move_columns(
     arrays: Sequence[np.ndarray], rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]
 ) -> None:
-    """In arrays (R, H, T, D), move column ``sources[i]`` of row ``rows[i]`` to ``targets[i]``, ascending in a row.
+    """Move column ``sources[i]`` of row ``rows[i]`` to ``targets[i]`` in arrays (R, H, T, D), ascending in a row.
 
     Numpy takes a fifth of the time of torch.
     """
@@ -252,13 +255,13 @@ def move_columns(
 
 
 SLAB_BYTES = 1 << 28
-"""Largest size of one slab: the memory that a cache takes besides, for a moment, while its buffers are put together."""
+"""Maximum size of one slab, which is the extra memory that a cache briefly needs while its buffers are merged."""
 
 
 def slabs_of(layers: Sequence[RaggedLayer]) -> list[torch.Tensor]:
-    """The buffers of layers on an accelerator, those of one shape in one tensor (buffers, R, H, T, D).
+    """Merge the buffers of layers on an accelerator: buffers of one shape become one tensor (buffers, R, H, T, D).
 
-    Columns of many buffers then move in one operation. The buffers of the layers become parts of these tensors.
+    Columns of many buffers then move in one operation. The layers' buffers become views of these tensors.
     """
     return [_put_together(places) for places in _alike(layers)]
 
@@ -266,9 +269,9 @@ def slabs_of(layers: Sequence[RaggedLayer]) -> list[torch.Tensor]:
 def move_in_slabs(
     slabs: Sequence[torch.Tensor], rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]
 ) -> None:
-    """Move column ``sources[i]`` of row ``rows[i]`` to ``targets[i]`` in all `slabs_of` layers.
+    """Move column ``sources[i]`` of row ``rows[i]`` to ``targets[i]`` in all slabs of `slabs_of`.
 
-    Sources are read before targets are written, so that the order of the moves does not matter.
+    All sources are read before any target is written, so the order of the moves does not matter.
     """
     if not slabs:
         return
@@ -280,7 +283,7 @@ def move_in_slabs(
 
 
 def _put_together(places: Sequence[tuple[RaggedLayer, str]]) -> torch.Tensor:
-    """One tensor that holds the buffers in these places, which become parts of it."""
+    """Merge these buffers into one tensor; the buffers become views of it."""
     slab = torch.stack([getattr(layer, name) for layer, name in places])
     for (layer, name), buffer in zip(places, slab, strict=True):
         setattr(layer, name, buffer)
@@ -288,7 +291,7 @@ def _put_together(places: Sequence[tuple[RaggedLayer, str]]) -> torch.Tensor:
 
 
 def _alike(layers: Sequence[RaggedLayer]) -> Iterator[list[tuple[RaggedLayer, str]]]:
-    """Places of buffers of one shape and dtype, as many at a time as a slab holds."""
+    """Group the buffers by shape and dtype, with at most `SLAB_BYTES` per group."""
     groups: dict[tuple[torch.Size, torch.dtype], list[tuple[RaggedLayer, str]]] = {}
     for layer in layers:
         for name in ("keys", "values") if layer.is_initialized else ():
@@ -304,21 +307,21 @@ def _alike(layers: Sequence[RaggedLayer]) -> Iterator[list[tuple[RaggedLayer, st
 
 
 IS_LAZY = sys.platform == "linux"
-"""Whether pages of the processor's memory come when they are written, and can be given back alone."""
+"""True if CPU memory pages are allocated on first write and can be freed one by one."""
 
 NO_RESERVE = 0x4000
-"""Flag of mmap (MAP_NORESERVE), which Python does not name everywhere: memory is not reserved beforehand."""
+"""Flag MAP_NORESERVE of mmap, which Python does not define everywhere: memory is not reserved beforehand."""
 
 
 def _whole_pages(first: int, last: int) -> tuple[int, int]:
-    """Bounds of the whole pages within bytes ``first`` to ``last - 1``; the first is not below the second for none."""
+    """Bounds of the whole pages within bytes ``first`` to ``last - 1``; start >= end if there are none."""
     return -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros of this shape; on Linux's processors they take memory page by page, as they are written.
+    """Return zeros of this shape; in CPU memory on Linux, pages are allocated when they are written.
 
-    Raises: MemoryError where the process may not have as much.
+    Raises: MemoryError if the process may not allocate that much.
     """
     if not IS_LAZY or device.type != "cpu" or not prod(shape):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -327,20 +330,20 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     except OSError as error:
         raise MemoryError(f"cannot allocate {num_bytes} bytes of keys and values ({error})") from None
-    with suppress(OSError):  # of kernels without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a byte holds 2 MB
+    with suppress(OSError):  # raised by kernels without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take 2 MB for one byte
     found = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
     found.pages = memory  # type: ignore[attr-defined]
     return found
 
 
 def is_lazy(buffer: torch.Tensor) -> bool:
-    """Whether it was made by `zeros` and holds its pages alone."""
+    """Return whether a buffer was made by `zeros` with lazy pages."""
     return isinstance(getattr(buffer, "pages", None), mmap.mmap)
 
 
 def give_back(buffer: torch.Tensor, row: int, first_column: int) -> None:
-    """Give back what columns of a row (R, H, T, D) hold, from the first one on; the part of a page stays as it is."""
+    """Free the memory of a row's columns (R, H, T, D) from ``first_column`` on; partly used pages stay unchanged."""
     memory: mmap.mmap = buffer.pages  # type: ignore[attr-defined]
     for first, last in _heads(buffer, row, first_column):
         start, end = _whole_pages(first, last)
@@ -348,13 +351,13 @@ def give_back(buffer: torch.Tensor, row: int, first_column: int) -> None:
             continue
         try:
             memory.madvise(mmap.MADV_DONTNEED, start, end - start)
-        except OSError:  # of memory that the process has locked
+        except OSError:  # the process has locked its memory
             memory[start:end] = bytes(end - start)
 
 
 @torch.inference_mode()
 def erase(buffer: torch.Tensor, row: int, first_column: int) -> None:
-    """Zero columns of a row (R, H, T, D), from the first one on, without taking more memory."""
+    """Zero the columns of a row (R, H, T, D) from ``first_column`` on, without allocating memory."""
     if not is_lazy(buffer):
         buffer[row, :, first_column:] = 0
         return
@@ -370,7 +373,7 @@ def erase(buffer: torch.Tensor, row: int, first_column: int) -> None:
 
 
 def _heads(buffer: torch.Tensor, row: int, first_column: int) -> list[tuple[int, int]]:
-    """Bytes of the columns of a row, from the first one on, head by head; all columns are one span."""
+    """Byte ranges of a row's columns from ``first_column`` on, one per head; one range for all columns."""
     _, num_heads, num_columns, size = buffer.shape
     line = size * buffer.element_size()
     if first_column == 0:

@@ -1,4 +1,4 @@
-"""Chosen columns of the rows of a cache, in a smaller cache of their own."""
+"""Caches that contain a selection of another cache's columns."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from foredraft.model.cache.ragged import KVCache
 from foredraft.model.cache.storage import RaggedLayer
 
 Columns: TypeAlias = torch.Tensor | tuple[range, ...]
-"""Columns of one layer that are kept: int64 (heads, kept), ascending for every head, or ranges for all heads."""
+"""Selected columns of one layer: int64 (heads, kept), ascending for every head, or ranges that apply to all heads."""
 
 
 class ViewCache(KVCache):
-    """A cache whose rows hold chosen columns of rows of another one, at the positions that they have there.
+    """A cache whose rows contain selected columns of another cache's rows, at their original positions.
 
-    A forward over it attends to these columns and to what it writes behind them, and gives its nodes the positions
-    that follow the whole row: positions are apart from columns. What it writes stays here. Keys are copied as they
-    are, turned by the positions that they were written at. Both caches have one dtype.
+    A forward pass over a view attends to these columns and to the nodes that it writes after them. The nodes get the
+    positions that follow the whole row, so positions differ from columns. Writes stay in the view. Keys are copied with
+    the rotary positions at which they were written. Both caches have the same dtype.
 
-    Sliding layers count their window in columns, so what they keep must be the last columns of the row, without gaps.
+    Sliding layers count their window in columns, so they must keep the last columns of the row, without gaps.
 
     Source: constant-size caches of drafters as in MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049).
     Deviation: keys keep their original positions under every selection.
     """
 
     def end(self, row: int) -> int:
-        """The number of columns of the other cache that a row of the view stands for."""
+        """Return the number of columns of the other cache that a row of the view represents."""
         return self.lengths[row] + self.offsets[row]
 
     @torch.inference_mode()
     def choose(self, row: int, source: KVCache, layers: Sequence[Columns]) -> None:
-        """Make the chosen columns of a row of another cache those of this row, in every layer as many.
+        """Replace a row of the view by selected columns of a row of another cache; every layer keeps the same number.
 
-        Raises: ShapeError where layers keep different numbers of columns.
+        Raises: ShapeError if layers keep different numbers of columns.
         """
         sizes = {_size(columns) for columns in layers}
         if len(sizes) != 1:
-            raise ShapeError(f"the layers of a view keep {sorted(sizes)} columns; all must keep as many")
+            raise ShapeError(f"the layers of a view keep {sorted(sizes)} columns; all must keep the same number")
         (size,) = sizes
         self.reserve(size)
         for own, other, columns in zip(self.layers, source.layers, layers, strict=True):
@@ -55,11 +55,11 @@ class ViewCache(KVCache):
 
     @torch.inference_mode()
     def append(self, source: KVCache, spans: Mapping[int, range]) -> None:
-        """Copy further columns of rows of the other cache behind what rows of the view hold, one operation a buffer.
+        """Copy further columns of the other cache's rows to the ends of the view's rows, in one operation per buffer.
 
         Args:
-          spans: neighbouring columns by row; a row has one number in both caches.
-        Raises: ShapeError for columns that do not begin where their row of the view ends.
+          spans: consecutive columns by row; a row has the same index in both caches.
+        Raises: ShapeError for columns that do not begin where the view's row ends.
         """
         for row, span in spans.items():
             if span.start != self.end(row):
@@ -82,18 +82,18 @@ class ViewCache(KVCache):
 
     @torch.inference_mode()
     def give_back(self, row: int, target: KVCache) -> None:
-        """Commit the columns of a row that lie behind the end of that row of the other cache there, too.
+        """Copy the columns after the end of a row of the other cache from the view into that row, and commit them.
 
-        Of a view of 100 columns whose end is 950, where the other cache holds 945, the columns 95 to 99.
+        If the view has 100 columns and its end is 950, and the other cache has 945, these are columns 95 to 99.
 
-        Raises: ShapeError where the view does not hold all of them.
+        Raises: ShapeError if the view does not contain all of them.
         """
         start, length = target.lengths[row], self.lengths[row]
         count = self.end(row) - start
         if count <= 0:
             return
         if count > length:
-            raise ShapeError(f"row {row} of the view holds {length} columns; {count} are missing in the other one")
+            raise ShapeError(f"row {row} of the view has {length} columns, but the other cache lacks {count}")
         target.reserve(start + count)
         for own, other in zip(self.layers, target.layers, strict=True):
             if own.is_initialized:
@@ -116,7 +116,7 @@ def _size(columns: Columns) -> int:
 
 
 def _copy(kept: torch.Tensor, whole: torch.Tensor, columns: Columns) -> None:
-    """Chosen columns of one row: from (heads, T, head_dim) to the first ones of (heads, capacity, head_dim)."""
+    """Copy selected columns of one row (heads, T, head_dim) to the first columns of (heads, capacity, head_dim)."""
     if isinstance(columns, torch.Tensor):
         heads = torch.arange(len(columns), device=columns.device)[:, None]
         kept[:, : columns.shape[1]] = whole[heads, columns]

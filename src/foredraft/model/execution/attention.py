@@ -1,8 +1,8 @@
 """Attention over grouped keys and values without copying them.
 
-`transformers`' function for "sdpa" repeats keys and values once per query head of a group as soon as a forward
-carries more than one token and a mask, a copy of the whole cache for every layer and step. Here the query heads of
-a group are laid one after another as more queries of one head, which is the same sum over the same columns.
+If a forward pass has a mask and more than one token, `transformers`' function for "sdpa" repeats keys and values for
+every query head of a group. That copies the whole cache for every layer and step. Here the query heads of a group
+become extra queries of one head, which gives the same sum over the same columns.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ GROUPED_SDPA = "foredraft_sdpa"
 
 Seen: TypeAlias = Callable[..., torch.Tensor | None]
 SEEN_BY: ContextVar[Seen | None] = ContextVar("seen_by", default=None)
-"""The function that sees the arguments of attention, set by `seen_by`."""
+"""Function that receives the arguments of attention, set by `seen_by`."""
 
 
 def seen_by(function: Seen) -> ExitStack:
-    """Inside the block, call a function first with the arguments of `grouped_sdpa`, and take its result if it has one.
+    """Return a context in which a function is called before `grouped_sdpa`; if it returns a tensor, that is the result.
 
     Args:
-      function: of the module, query, key, value and mask, and of the other arguments by name.
+      function: function of module, query, key, value and mask, and of the other arguments by name.
     """
-    stack = ExitStack()  # a generator that Ctrl-C leaves suspended would end a later block when it is collected
+    stack = ExitStack()  # a generator suspended by Ctrl-C would end a later block when it is collected
     stack.callback(SEEN_BY.reset, SEEN_BY.set(function))
     return stack
 
 
 class NotPassedOnError(Exception):
-    """A model keeps keyword arguments of its forward from its attention."""
+    """Raised if a model does not pass keyword arguments of its forward on to its attention."""
 
 
 def grouped_sdpa(
@@ -56,10 +56,10 @@ def grouped_sdpa(
     flat_nodes: FlatNodes | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """An attention function in the sense of `transformers`' `AttentionInterface`.
+    """Attention function for `transformers`' `AttentionInterface`.
 
-    Anything but plain masked attention (dropout, causal shorthand, position bias, soft cap, sinks, masks of their
-    own for every head) goes to `transformers`' own function.
+    Anything but plain masked attention (dropout, causal shorthand, position bias, soft cap, sinks, separate masks per
+    head) goes to `transformers`' own function.
 
     Args:
       query: (B, H_q, N, D).
@@ -67,11 +67,11 @@ def grouped_sdpa(
       value: (B, H_kv, T, D_v).
       attention_mask: bool or additive, (B or 1, 1, N, T), or None when every query sees every column.
       scaling: factor of the scores; 1/sqrt(D) by default.
-      flat_nodes: the query is the list (1, H_q, S, D) of the real nodes of all rows, and so is the result. The mask
-        only stands for its kind; the true ones are those of the groups. By default that of the mask, if it has one.
+      flat_nodes: layout of a flat list; query and result are then (1, H_q, S, D), the real nodes of all rows. The mask
+        is a placeholder, and each group of rows has its real mask. None if the nodes are a rectangle.
 
     Returns: (B, N, H_q, D_v), contiguous, and None.
-    Raises: NotPassedOnError for a list that comes without ``flat_nodes``, or with a mask that was changed.
+    Raises: NotPassedOnError if ``flat_nodes`` does not match the mask, or the mask was changed.
     Exactness: equals `sdpa_attention_forward` within the rounding of the dtype.
     """
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
@@ -105,10 +105,10 @@ def _attend_by_own(
     kind: str,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Attention of some rows by the library's own kernels, (nodes, H_q, D_v); None where these do not run it.
+    """Run attention of some rows in the library's own kernels: (nodes, H_q, D_v), or None if they do not support it.
 
     Args:
-      query: the list (1, H_q, S, D) of their nodes; keys and values are those of all rows.
+      query: list (1, H_q, S, D) of the nodes of these rows; keys and values are those of all rows.
     """
     if group.decode is None or not is_plain(options) or query.shape[1] % key.shape[1]:
         return None
@@ -128,7 +128,7 @@ def _attend_group(
     kind: str,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of some rows by stock kernels, of the list (1, H_q, S, D) of their nodes: (nodes, H_q, D_v)."""
+    """Run attention of some rows in stock kernels: from the list (1, H_q, S, D) of their nodes to (nodes, H_q, D_v)."""
     if len(group.rows) > 1 or not group.flat.is_full:
         query = group.flat.spread(query[0].transpose(0, 1)).transpose(1, 2)  # (R, H_q, N, D)
     if len(group.rows) < len(key) or group.columns < key.shape[2]:
@@ -150,7 +150,7 @@ def _attend_group(
 
 
 def is_plain(options: dict[str, Any]) -> bool:
-    """Whether these arguments ask for masked attention and nothing else."""
+    """Return whether these arguments select masked attention and nothing else."""
     special = (options.get(name) for name in SPECIAL_ARGUMENTS)
     return options["dropout"] == 0.0 and all(value is None or value is False for value in special)
 
@@ -163,14 +163,14 @@ def _attend(
     attention_mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`grouped_sdpa` over a rectangle of rows."""
+    """Run `grouped_sdpa` over a rectangle of rows."""
     num_heads, num_queries, num_kv_heads = query.shape[1], query.shape[2], key.shape[1]
     sees_all = attention_mask is None and (num_queries == 1 or options["is_causal"] is False)
     has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     if not is_plain(options) or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if attention_mask is None and key.device.type != "cpu":
-        # without a mask an accelerator's kernels group heads themselves, and give the layout that is wanted
+        # without a mask, an accelerator's kernels group heads themselves and return the required layout
         is_grouped = num_heads > num_kv_heads
         output = F.scaled_dot_product_attention(query, key, value, scale=options["scaling"], enable_gqa=is_grouped)
         return output.transpose(1, 2).contiguous(), None
@@ -179,9 +179,9 @@ def _attend(
 
 
 def _folded_once(mask: torch.Tensor, group_size: int) -> torch.Tensor:
-    """`folded`, kept beside the mask for the other layers of the forward; contiguous off the CPU.
+    """Return the mask as `folded`, cached on the mask for the other layers of the forward pass.
 
-    CUDA's kernels read masks in vectors, and a part of a wider band may begin anywhere.
+    Off the CPU it is contiguous: CUDA kernels read masks in vectors, and a part of a wider band may be unaligned.
     """
     kept: dict[int, torch.Tensor] | None = getattr(mask, "folded_by", None)
     if kept is None:
@@ -195,13 +195,13 @@ def _folded_once(mask: torch.Tensor, group_size: int) -> torch.Tensor:
 def _grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """Attention (B, N, H_q, D_v) under a mask that is `folded`, over keys and values that are not copied."""
+    """Return attention (B, N, H_q, D_v) under a `folded` mask, without copying keys and values."""
     num_rows, num_heads, num_queries, size = query.shape
     if num_heads > key.shape[1]:
         # heads 0..g-1 share key head 0: (B, H_kv * g, N, D) -> (B, H_kv, g * N, D)
         query = query.reshape(num_rows, key.shape[1], -1, size)
     output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    # in one copy, whatever the layout: CUDA's kernels give their result with nodes and heads turned in memory
+    # one copy for any layout: CUDA kernels return their result with nodes and heads swapped in memory
     apart = output.view(num_rows, key.shape[1], -1, num_queries, output.shape[3])  # (B, H_kv, g, N, D_v)
     return apart.permute(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, output.shape[3]).contiguous()
 
@@ -211,9 +211,9 @@ SPECIAL_ARGUMENTS = ("position_bias", "softcap", "s_aux", "sinks", "cache", "out
 
 
 def use_grouped_sdpa(model: PreTrainedModel) -> bool:
-    """Set `grouped_sdpa` on the private config of a shadow; True when the model could take it.
+    """Select `grouped_sdpa` in the private config of a shadow; return whether the model supports it.
 
-    Taken only by models that run "sdpa" through `transformers`' interface and do not branch on that name themselves.
+    Only models that run "sdpa" through `transformers`' interface and do not branch on that name support it.
     """
     if model.config._attn_implementation != "sdpa" or not _dispatches_by_interface(model):
         return False
@@ -224,7 +224,7 @@ def use_grouped_sdpa(model: PreTrainedModel) -> bool:
 
 
 def _dispatches_by_interface(model: PreTrainedModel) -> bool:
-    """True when the modelling files ask the interface for a function and never compare with "sdpa"."""
+    """Return whether the modelling files get attention from the interface and never compare with "sdpa"."""
     names = {type(module).__module__ for module in model.modules()}
     files = [sys.modules[name] for name in sorted(names) if not name.startswith("torch.")]
     try:

@@ -1,4 +1,4 @@
-"""Which decoder layers can share graphs, and whether a compiled one computes what the layer does."""
+"""Keys of decoder layers that can share graphs, and checks that a compiled layer computes what the layer does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from foredraft.model.sublayers import LeftOut
 from foredraft.native.packed_matmul import PackedMatrix
 
 TOLERANCE = 16.0
-"""How far what a layer adds may differ from what its modules add, in roundings of the dtype."""
+"""Maximum difference between the states that a layer and its modules add, in roundings of the dtype."""
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Attributes of a module that choose what it computes, and shapes and dtypes of its own tensors."""
+    """Return the attributes of a module that choose what it computes, and the shapes and dtypes of its own tensors."""
     found: list[Any] = [
         (name, _plain(value))
         for name, value in vars(module).items()
@@ -32,19 +32,19 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def native_matrix(run: object) -> PackedMatrix | None:
-    """The matrix with which the library's own kernels run a product; None where something else runs it."""
+    """Return the matrix of a product that the library's own kernels run; None for any other product."""
     matrix = getattr(run, "matrix", None)
     return matrix if isinstance(matrix, PackedMatrix) else None
 
 
 def multiplies_in(run: object) -> torch.dtype:
-    """The dtype that a product takes and gives.
+    """Return the dtype of a product's inputs and outputs.
 
-    Raises: NotTraceableError for one that the library's own kernels do not run.
+    Raises: NotTraceableError for a product that the library's own kernels do not run.
     """
     matrix = native_matrix(run)
     if matrix is None:
-        raise NotTraceableError("its products run by other kernels")
+        raise NotTraceableError("its products run in other kernels")
     return matrix.compute_dtype
 
 
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def layout_of(call: LayerCall) -> Any:
-    """Places, types and dtypes of what a layer is given."""
+    """Return the places, shapes and dtypes of a layer's arguments."""
     tensors = [value_at(call.args, call.kwargs, place) for place in call.inputs]
     shapes = [
         tuple(None if dim == at else size for at, size in enumerate(t.shape))
@@ -85,23 +85,23 @@ def layout_of(call: LayerCall) -> Any:
 
 
 def what_changed(layer: nn.Module) -> str:
-    """Why a layer does not run its class's own code; empty if it does."""
+    """Return the reason why a layer does not run the code of its class; empty if it does."""
     if replacement(layer) is not None and left_out(layer) is None:
         return "its forward was replaced"
     for module in layer.modules():
         if module is not layer and (module._forward_hooks or module._forward_pre_hooks):
-            return f"{type(module).__name__} in it has hooks"
+            return f"its {type(module).__name__} has hooks"
     return ""
 
 
 def left_out(layer: nn.Module) -> LeftOut | None:
-    """What stands in for a layer that is left out."""
+    """Return the forward that replaces a skipped layer; None for any other layer."""
     forward = replacement(layer)
     return forward if isinstance(forward, LeftOut) else None
 
 
 def same_code(layer: nn.Module, other: nn.Module) -> bool:
-    """Whether the modules of a copied layer run what those of the layer run."""
+    """Return whether the modules of a copied layer run the same code as those of the layer."""
     if layer is other:
         return True
     inside, inside_other = ([*each.modules()][1:] for each in (layer, other))
@@ -110,7 +110,7 @@ def same_code(layer: nn.Module, other: nn.Module) -> bool:
 
 
 def rounding_in(modules: Iterable[nn.Module], dtype: torch.dtype) -> float:
-    """How far, relatively, numbers are rounded on their way through layers of a dtype."""
+    """Return the largest relative rounding of numbers in layers of a dtype."""
     matrices = (
         native_matrix(forward.product) for forward in map(replacement, modules) if isinstance(forward, PackedLinear)
     )
@@ -119,16 +119,16 @@ def rounding_in(modules: Iterable[nn.Module], dtype: torch.dtype) -> float:
 
 
 def check(want: torch.Tensor, given: torch.Tensor, got: torch.Tensor, modules: Iterable[nn.Module]) -> None:
-    """See that a layer computes within rounding what its modules do.
+    """Check that a layer computes what its modules do, within rounding.
 
     Args:
-      modules: that it consists of, whose products may round what they are given.
-      want, given: hidden states that its modules returned, and were given.
-      got: what it returns otherwise.
-    Raises: NotTraceableError where it does not.
+      want, given: hidden states that its modules returned, and their input.
+      got: hidden states that the compiled or recorded layer returned.
+      modules: modules of the layer, whose products may round their inputs.
+    Raises: NotTraceableError if the difference is larger.
     """
     epsilon = rounding_in(modules, want.dtype)
     size, change = float(want.double().norm()), float((want.double() - given.double()).norm())
     error = float((got.double() - want.double()).norm())
     if not error <= epsilon * (2 * size + TOLERANCE * change):  # the sum is rounded by its own size
-        raise NotTraceableError(f"it differs from its modules (relative error {error / max(change, 1e-30):.2g})")
+        raise NotTraceableError(f"a layer differs from its modules (relative error {error / max(change, 1e-30):.2g})")

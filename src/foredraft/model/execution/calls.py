@@ -1,4 +1,4 @@
-"""How a model calls its decoder layers, and they their attention: seen in forwards."""
+"""Recording of the calls that a model makes to its decoder layers and to their attention."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from foredraft.model.execution.packing import packed_layers
 from foredraft.model.execution.sharing import unmultiplied
 
 NUM_NODES = (11, 13)
-"""Nodes of the forwards in which calls of layers are seen; what has these sizes counts nodes."""
+"""Numbers of nodes in the two recorded forward passes; a dimension with these sizes counts nodes."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How a model calls one of its layers, as seen in forwards.
+    """Call of a decoder layer, as recorded in forward passes.
 
     Args:
-      args, kwargs: of the call.
-      inputs: places of its tensors: (index or name, and an index within a tuple or None).
-      node_dims: for each of them, the dimension that counts nodes, or None.
+      args, kwargs: arguments of the call.
+      inputs: places of its tensors, each an index or name, and an index within a tuple or None.
+      node_dims: dimension that counts nodes, for each input, or None.
       mask: place of the attention mask, or None.
       cache: place of the cache.
     """
@@ -39,7 +39,7 @@ class LayerCall:
     cache: Any
 
     def emptied(self) -> LayerCall:
-        """The form of the call without the numbers that were in it."""
+        """Return the call without the values of its tensors."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for place, dim in zip(self.inputs, self.node_dims, strict=True):
             tensor = value_at(args, kwargs, place)
@@ -49,31 +49,31 @@ class LayerCall:
 
 
 class Recording:
-    """How a model calls its layers, as seen in two forwards of its modules.
+    """Calls that a model makes to its layers, recorded in two forward passes over different numbers of nodes.
 
     Args:
-      layers: all of the decoder layers.
-      forward: runs so many nodes through the model, and gives logits (1, S, V).
+      layers: all decoder layers.
+      forward: function that runs a number of nodes through the model, and returns logits (1, S, V).
 
     Attributes:
-      calls: their common forms, by layer.
-      attention: module and arguments of the attention of every layer; None without attention.
-      cache_index: of the keys and values of every layer; None without attention.
-      of_layers, outputs, logits: arguments and results of every layer in the second forward, and its logits, until
-        `keep_forms`.
+      calls: common form of the calls, by layer.
+      attention: attention module of every layer and its arguments; None without attention.
+      cache_index: index of every layer's keys and values in the cache; None without attention.
+      of_layers, outputs, logits: arguments and results of every layer in the second forward pass, and its logits;
+        removed by `keep_forms`.
 
-    Raises: NotTraceableError where calls have no common form.
+    Raises: NotTraceableError if calls have no common form.
     """
 
     def __init__(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
-        with unmultiplied(packed_layers(layers)):  # of the first forward sizes are compared, and no numbers
+        with unmultiplied(packed_layers(layers)):  # only the sizes of the first forward pass are compared
             self._see(layers, forward, NUM_NODES[0])
         first = self.of_layers
         self._see(layers, forward, NUM_NODES[1])
         self.calls = [call_of(*each) for each in zip(first, self.of_layers, strict=True)]
 
     def keep_forms(self) -> None:
-        """Drop the tensors that were in the calls."""
+        """Free the tensors of the recorded calls."""
         self.of_layers.clear()
         self.outputs.clear()
         del self.logits
@@ -96,7 +96,7 @@ class Recording:
             for handle in handles:
                 handle.remove()
         if not all(args or kwargs for args, kwargs in self.of_layers):
-            raise NotTraceableError("some layers were not called")
+            raise NotTraceableError("the model did not call all decoder layers")
 
     def _enter(self, number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,12 +114,12 @@ class Recording:
     def _see_attention(self, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> None:
         number = self._running
         if self.attention[number] is not None:
-            raise NotTraceableError("it has more than one attention")
+            raise NotTraceableError("a layer calls attention more than once")
         used = {name: other for name, other in others.items() if name in (*PLAIN_ARGUMENTS, *SPECIAL_ARGUMENTS)}
         held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         computed = [name for name, other in used.items() if isinstance(other, torch.Tensor) and id(other) not in held]
         if computed:
-            raise NotTraceableError(f"its attention takes {', '.join(computed)}, computed in every forward")
+            raise NotTraceableError(f"its attention has the argument {', '.join(computed)}, computed in every forward")
         self.attention[number] = module, used
         args, kwargs = self.of_layers[number]
         cache = value_at(args, kwargs, (_place_of(args, kwargs, KVCache), None))
@@ -135,19 +135,19 @@ class Recording:
 
 
 def _place_of(args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> Any:
-    """Index or name of the argument of this type."""
+    """Return the index or name of the argument of this type."""
     for key, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, kind):
             return key
-    raise NotTraceableError(f"it is given no {kind.__name__}")
+    raise NotTraceableError(f"a layer gets no {kind.__name__} argument")
 
 
 def call_of(first: tuple[Any, dict[str, Any]], second: tuple[Any, dict[str, Any]]) -> LayerCall:
-    """The common form of calls over different numbers of nodes."""
+    """Return the common form of two calls over different numbers of nodes."""
     args, kwargs = first
     cache = _place_of(args, kwargs, KVCache)
     if kwargs.get("flat_nodes") is None:
-        raise NotTraceableError("it is not told of lists of nodes")
+        raise NotTraceableError("a layer does not get the argument flat_nodes")
     mask, inputs, dims = None, [], []
     for key, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape[-2] == NUM_NODES[0]:
@@ -160,27 +160,27 @@ def call_of(first: tuple[Any, dict[str, Any]], second: tuple[Any, dict[str, Any]
                 inputs.append(place)
                 dims.append(_nodes_dim(tensor, value_at(*second, place)))
     if not inputs or inputs[0][0] not in (0, "hidden_states") or dims[0] != 1:
-        raise NotTraceableError("its first argument is not the hidden states of a list of nodes")
+        raise NotTraceableError("the first argument of a layer is not the hidden states of a list of nodes")
     return LayerCall(args, kwargs, tuple(inputs), tuple(dims), mask, cache)
 
 
 def _nodes_dim(tensor: torch.Tensor, other: torch.Tensor) -> int | None:
-    """The dimension in which two inputs differ."""
+    """Return the dimension in which two inputs differ; None if they have the same shape."""
     dims = [dim for dim, (size, wider) in enumerate(zip(tensor.shape, other.shape, strict=True)) if size != wider]
     if len(dims) > 1 or any((tensor.shape[dim], other.shape[dim]) != NUM_NODES for dim in dims):
-        raise NotTraceableError("it is given tables of nodes by nodes")
+        raise NotTraceableError("a layer gets an argument of shape nodes by nodes")
     return dims[0] if dims else None
 
 
 def value_at(args: Sequence[Any], kwargs: dict[str, Any], place: tuple[Any, int | None]) -> Any:
-    """An argument of a call, or what a tuple there holds."""
+    """Return an argument of a call, or an item of it if it is a tuple."""
     key, index = place
     value = args[key] if isinstance(key, int) else kwargs[key]
     return value if index is None else value[index]
 
 
 def put(args: list[Any], kwargs: dict[str, Any], place: tuple[Any, int | None], value: Any) -> None:
-    """Give a call another argument."""
+    """Replace an argument of a call, or an item of it if it is a tuple."""
     key, index = place
     holder: Any = args if isinstance(key, int) else kwargs
     if index is None:

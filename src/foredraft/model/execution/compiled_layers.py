@@ -1,7 +1,7 @@
-"""Decoder layers that run compiled: two graphs around their attention, shared by all layers of one build.
+"""Compiled decoder layers: two graphs around the attention of a layer, shared by all layers of one build.
 
-Prompts run so, and drafts of more nodes than the native program takes. Between the two a layer writes its keys and
-values into the cache and runs attention as an uncompiled layer does.
+Prompts use them, and so do drafts with more nodes than the native program supports. Between the two graphs, a layer
+writes its keys and values into the cache and runs attention as an uncompiled layer does.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from foredraft.native.build import cpp_compiler
 logger = logging.getLogger("foredraft")
 
 MIN_WEIGHTS = 2**25
-"""Smaller models are not compiled unless that is asked for: the first compilation on a machine takes ten seconds or
-more, and every later one two."""
+"""Minimum number of weights for compilation by default. The first compilation on a machine takes ten seconds or more,
+and every later one two.
+"""
 
 USUAL_NODES = 16
-"""Nodes that inductor lays its kernels out for."""
+"""Number of nodes for which inductor optimises its kernels."""
 
 _graphs: dict[Any, LayerGraph] = {}
-"""Graphs of this process, by the build of the layer."""
+"""Compiled graphs of this process, by the build of the layer."""
 
 
 def worth_compiling(linear_layers: Iterable[nn.Module]) -> bool:
-    """Whether a model with these linear layers is to be compiled by itself."""
+    """Return whether a model with these linear layers is worth compiling by default."""
     weights: list[torch.Tensor] = [layer.weight for layer in linear_layers]  # type: ignore[misc]
     return sum(weight.numel() for weight in weights) >= MIN_WEIGHTS and cpp_compiler() is not None
 
@@ -56,10 +57,11 @@ class LayerGraph:
     """A compiled layer.
 
     Args:
-      before: gives query, key and value (1, heads, S, D), and what else ``after`` needs; None without attention.
-      after: gives the hidden states (1, S, H).
-      in_tuple: how long the tuple is that the layer returns them in; None for no tuple.
-      num_threads: that it runs on.
+      before: graph that returns query, key and value (1, heads, S, D), and other inputs of ``after``; None without
+        attention.
+      after: graph that returns the hidden states (1, S, H).
+      in_tuple: length of the tuple that the layer returns; None for a single tensor.
+      num_threads: number of threads that it was compiled for.
     """
 
     before: Segment | None
@@ -72,15 +74,15 @@ class LayerGraph:
         """Trace a layer and compile it.
 
         Args:
-          directory: where kernels are kept between processes.
-        Raises: as `Tracer.trace`, and whatever inductor raises, for instance without a C++ compiler.
+          directory: folder that keeps kernels between processes.
+        Raises: the errors of `Tracer.trace` and of inductor, for instance without a C++ compiler.
         """
         from torch._inductor.decomposition import select_decomp_table
 
         graph, source_of, mode = tracer.trace(select_decomp_table(), USUAL_NODES)
         calls = [node for node in graph.nodes if node.target is attention.default]
         if len(calls) > 1:
-            raise NotTraceableError("it has more than one attention")
+            raise NotTraceableError("a layer calls attention more than once")
         body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
         compiled = partial(compile_segment, mode, directory, num_threads)
@@ -98,24 +100,25 @@ class LayerGraph:
 
 
 def bound(segment: Segment, fixed: Callable[[Source], Any]) -> Callable[[Mapping[Source, Any]], Sequence[torch.Tensor]]:
-    """A segment with the inputs that belong to one layer, as a function of the other inputs.
+    """Return a function from the other inputs of a segment to its outputs, with the inputs of one layer filled in.
 
     Args:
-      fixed: gives the inputs that are the same in every call, and None for others.
+      fixed: function that returns an input that is the same in every call, or None for other inputs.
     """
     places = [(fixed(source), source) for source in segment.sources]
     return lambda known: segment.run([known[source] if value is None else value for value, source in places])
 
 
 class CompiledLayer(StandIn):
-    """The forward of one decoder layer, compiled.
+    """Compiled replacement forward of one decoder layer.
 
     Args:
-      layer: of a shadow.
-      call: how it is called.
-      attention: the module, and the other arguments, with which it runs attention; None if it has none.
-      index: of its keys and values in the cache.
-      tracer: of a layer of this build.
+      layer: layer of a shadow.
+      call: recorded call of the layer.
+      attention: attention module and its other arguments; None without attention.
+      index: index of the layer's keys and values in the cache.
+      tracer: tracer of this layer.
+      graph: compiled graphs of a layer of the same build.
     """
 
     def __init__(
@@ -141,21 +144,21 @@ class CompiledLayer(StandIn):
         self._needed = sorted({key for segment in segments for kind, key in segment.sources if kind == "input"} | {0})
 
     def _fixed(self, source: Source) -> Any:
-        """An input that is the same in every call; None for others."""
+        """Return an input that is the same in every call; None for others."""
         kind, key = source
         if kind == "product":
             return self._runners[key].number
         return self._tensors[key] if kind == "tensor" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states (1, S, H) of the next layer, as the layer returns them.
+        """Return the hidden states (1, S, H) for the next layer, in the form that the layer returns.
 
-        Raises: UnsupportedModelError in a forked process, which lacks the threads that it was compiled for.
+        Raises: UnsupportedModelError in a forked process, which lacks the threads that the layer was compiled for.
         """
         if self._num_threads > 1 and is_forked():
             raise UnsupportedModelError(
-                f"its layers are compiled for {self._num_threads} threads, which this process lost when it was forked; "
-                "load the model here, or with execution='packed', or start processes by spawn"
+                f"the model's layers are compiled for {self._num_threads} threads, which this process lost when it was "
+                "forked; load the model in this process, load it with execution='packed', or start processes by spawn"
             )
         inputs = {key: value_at(args, kwargs, self._call.inputs[key]).contiguous() for key in self._needed}
         known: dict[Source, Any] = {("input", key): tensor for key, tensor in inputs.items()}
@@ -182,8 +185,8 @@ class CompiledLayers:
     """The compiled layers of a model.
 
     Args:
-      cache_dir: where kernels are kept between processes; inductor/ in the cache folder by default.
-      progress: called with one line before a build is compiled that this machine has not seen.
+      cache_dir: folder that keeps kernels between processes; inductor/ in the cache folder by default.
+      progress: function that receives one line before a build is compiled that is new on this machine.
     """
 
     def __init__(self, cache_dir: Path | str | None, progress: Callable[[str], None] | None) -> None:
@@ -195,17 +198,17 @@ class CompiledLayers:
 
     @property
     def num_compiled(self) -> int:
-        """How many layers run compiled."""
+        """Number of layers that run compiled."""
         return sum(layer is not None for layer in self.layers)
 
-    _one_at_a_time = threading.RLock()  # inductor is told by the environment where to keep kernels
+    _one_at_a_time = threading.RLock()  # inductor reads its cache folder from an environment variable
 
     def build(self, name: str, layers: Sequence[nn.Module], recording: Recording) -> None:
-        """Compile the layers of a model, those that can be; the others stay as they are.
+        """Compile the layers of a model that can be compiled; the others stay as they are.
 
         Args:
-          name: of the model, for messages.
-          recording: of their calls, with what was in them.
+          name: name of the model, for messages.
+          recording: recording of their calls, including tensors.
         """
         start = time.perf_counter()
         self.layers = [None] * len(layers)
@@ -217,7 +220,7 @@ class CompiledLayers:
                 want, got = recording.outputs[index], compiled(*args, **kwargs)
                 want, got = (output[0] if isinstance(output, tuple) else output for output in (want, got))
                 check(want, args[0] if args else kwargs["hidden_states"], got, layer.modules())
-            except Exception as error:  # of inductor, a C++ compiler, a full disk, the code of a model
+            except Exception as error:  # from inductor, the C++ compiler, a full disk, or the model's code
                 self.fall_back(name, error)
                 if not isinstance(error, NotTraceableError):
                     break
@@ -235,7 +238,7 @@ class CompiledLayers:
         )
 
     def attach(self, layers: Sequence[nn.Module]) -> None:
-        """Let layers run compiled whose modules are those that were compiled, in this shadow or a copy of it."""
+        """Make layers run compiled if their modules are those that were compiled, in this shadow or a copy of it."""
         for layer, compiled in zip(layers, self.layers, strict=False):
             if compiled is not None and replacement(layer) is None and same_code(layer, compiled.layer):
                 replace_forward(layer, compiled)
@@ -251,13 +254,13 @@ class CompiledLayers:
             with whole(self.cache_dir) as folder:
                 mark = folder / f"layer-{_digest(key)}"
                 if not mark.exists():
-                    self._announce(f"compiling {type(layer).__name__} for this machine; some ten seconds, this once")
+                    self._announce(f"compiling {type(layer).__name__} for this machine, once; takes about ten seconds")
                 graph = _graphs[key] = LayerGraph.of(tracer, folder, torch.get_num_threads())
                 mark.touch()
         return CompiledLayer(layer, call.emptied(), attention, recording.cache_index[index], tracer, graph)
 
     def fall_back(self, name: str, error: Exception) -> None:
-        """Say why layers run packed and not compiled."""
+        """Log a warning with the reason why layers run packed and not compiled."""
         first, *_ = str(error).strip().splitlines() or [""]
         said = self.reason
         self.reason = first if isinstance(error, NotTraceableError) else f"{type(error).__name__}: {first[:200]}"
@@ -273,12 +276,12 @@ class CompiledLayers:
 
 
 def _digest(key: Any) -> str:
-    """Names a build."""
+    """Return a short name for a build."""
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
 def detach(layers: Sequence[nn.Module]) -> None:
-    """Let layers run uncompiled."""
+    """Make layers run uncompiled."""
     for layer in layers:
         if isinstance(replacement(layer), CompiledLayer):
             replace_forward(layer, None)

@@ -1,7 +1,7 @@
-"""What a model computes before its first decoder layer and behind its last.
+"""The parts of a model before its first decoder layer (prologue) and after its last one (epilogue).
 
-Traced in one forward whose layers only hand on what they are given, over stand-ins of any number of nodes. What layers
-are given is then looked up by token or by position, or computed from that; see `NativeProgram`.
+They are traced in one forward pass, in which layers only pass their inputs on, over fake tensors of any number of
+nodes. The inputs of layers are then looked up by token or by position, or computed from those; see `NativeProgram`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ class PositionRows:
 
 @dataclass(frozen=True)
 class Table:
-    """An input by tokens or by positions. Tensors are named by their numbers among the places.
+    """An input that is looked up by token or by position. Tensors are named by their numbers in `Ends.places`.
 
     Args:
-      embedding: of the table by tokens; None for one by positions.
-      rows: of a table by positions: of all places and positions (1, S) gives (1, S, ...) or so, with nodes in dimension
-        `node_dim`.
+      embedding: number of the table by tokens; None for a table by positions.
+      rows: function for a table by positions. From all places and positions (1, S) it computes a tensor such as
+        (1, S, ...), with nodes in dimension `node_dim`.
+      node_dim: dimension that counts nodes.
       read: tensors that these rows are computed from.
     """
 
@@ -92,18 +93,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Ends:
-    """What lies around the layers of a model.
+    """Prologue and epilogue of a model.
 
     Args:
-      tables: of inputs.
-      before: computes further inputs from those; None where there are none.
-      first: which input the hidden states of the first layer are.
-      behind: of the states of the last layer gives what the output embedding reads.
-      head: gives logits of that.
-      kinds: of attention, of every layer.
-      inputs_of: of every layer, the number of the model's input for each of its own.
-      places, runners: tensors and products of this model, by number; empty of the form that models built alike share.
-      key: structure of the model; None for one that runs code which is not its classes' own.
+      tables: inputs that are looked up.
+      before: program that computes further inputs from those; None if there are none.
+      first: number of the input that contains the hidden states of the first layer.
+      behind: program from the states of the last layer to the input of the output embedding.
+      head: program from that input to logits.
+      kinds: attention type of every layer.
+      inputs_of: for every layer, the model's input number for each of the layer's own inputs.
+      places, runners: tensors and products of this model, by number; empty in the form that equal models share.
+      key: structure of the model; None for a model that runs code other than that of its classes.
     """
 
     tables: Sequence[Table]
@@ -152,23 +153,23 @@ class Ends:
 
 
 _forms: dict[Any, Ends] = {}
-"""Of this process, by build."""
+"""Traced forms of this process, by build."""
 
 
 def modules_around(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules of a model that are not inside its layers."""
+    """Return the modules of a model that are not inside its layers."""
     inside = {module for layer in layers for module in layer.modules()}
     return [module for module in model.modules() if module not in inside]
 
 
 def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: Callable[[], object]) -> Ends:
-    """Trace what lies around the layers of a model.
+    """Trace the prologue and epilogue of a model.
 
     Args:
-      model: a shadow, which is left as it was.
-      layers: all of its decoder layers.
-      forward: runs the model over a list of nodes.
-    Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
+      model: a shadow, which is restored afterwards.
+      layers: programs of all its decoder layers.
+      forward: function that runs the model over a list of nodes.
+    Raises: NotTraceableError, and any error of the model's code while it is traced.
     """
     seen: dict[str, Any] = {}
 
@@ -227,7 +228,7 @@ class _Tracer:
         self._read: list[torch.Tensor] = []
 
     def build(self) -> Any:
-        """Key of models whose ends are the same; None for one that runs code which is not its classes' own."""
+        """Return a key that models with equal prologue and epilogue share; None with hooks or changed forwards."""
         parts: list[Any] = [self._model.config.to_json_string(), type(self._model)]
         layers, leaves = set(self._modules), dict(zip(self._leaves, self.runners, strict=True))
         for path, module in self._model.named_modules():
@@ -269,7 +270,7 @@ class _Tracer:
         )
 
     def _looked_up(self, given: Sequence[fx.Node]) -> list[fx.Node]:
-        """What inputs are computed from: embeddings of tokens, and what depends on a node's position alone."""
+        """Return the nodes that inputs are computed from: embeddings of tokens, and functions of the position alone."""
         found: dict[fx.Node, None] = {}
         waiting, known = list(given), set(given)
         while waiting:
@@ -310,7 +311,7 @@ class _Tracer:
         return Table(None, self._function_of_positions(model, node), node_dim, read)
 
     def _function_of_positions(self, model: fx.GraphModule, wanted: fx.Node) -> PositionRows:
-        """Of the places of tensors, and positions (1, S)."""
+        """Return the computation of a table's rows from the places of tensors and positions (1, S)."""
         needed = {wanted, *ancestors(wanted)}
         inputs = [node for node in model.graph.nodes if node.op == "placeholder" and node in needed]
         body = [node for node in model.graph.nodes if node.op != "placeholder" and node in needed]
@@ -321,7 +322,7 @@ class _Tracer:
         return Lowering(self._graph, self._source_of, outputs, dtypes, leaves).program()  # type: ignore[arg-type]
 
     def _stand_ins(self, mode: Any, nodes: Any) -> list[torch.Tensor]:
-        """Tokens, positions, and the states that every layer gives."""
+        """Return fake tokens and positions, and fake output states of every layer."""
         like = self._model.get_input_embeddings().weight
         width = self._model.config.get_text_config(decoder=True).hidden_size
         with mode:
@@ -329,7 +330,7 @@ class _Tracer:
             return [tokens, positions, *(torch.empty((1, nodes, width), dtype=like.dtype) for _ in self._layers)]
 
     def _run(self, nodes: Any, numbers: Any, tensors: Any, given: Any) -> Any:
-        """The model over stand-ins."""
+        """Run the model over fake tensors."""
         tokens, positions, *states = given
         forwards: dict[nn.Module, Callable[..., Any] | None] = {
             layer: self._passing(index, states) for index, layer in enumerate(self._modules)
@@ -343,11 +344,11 @@ class _Tracer:
         with replaced(forwards), held(self.places, tensors):
             logits = self._model(**arguments).logits
         if not self._given or len(self._read) != 1:
-            raise NotTraceableError("its layers or its output embedding are not called as modules")
+            raise NotTraceableError("the model does not call its layers or its output embedding as modules")
         return *self._given, *self._read, logits
 
     def _passing(self, index: int, states: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """A layer that hands on stand-ins of its states."""
+        """Return a replacement forward of a layer, which records its inputs and returns fake states."""
         layer, size = self._layers[index], self._layers[index].program.in_tuple
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -355,7 +356,7 @@ class _Tracer:
             if index == 0:
                 self._given = [states_given]
             elif states_given is not states[index - 1]:
-                raise NotTraceableError("a layer is not given what the one before it gives")
+                raise NotTraceableError("the input of a layer is not the output of the layer before it")
             known = {id(tensor): number for number, tensor in enumerate(self._given)}
             for key, tensor in zip(layer.program.inputs[1:], others, strict=True):
                 if id(tensor) not in known:
@@ -369,7 +370,7 @@ class _Tracer:
         return forward
 
     def _called(self, leaf: nn.Module, number: Any, *, is_output: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A linear layer that stays a product."""
+        """Return a replacement forward of a linear layer, which is traced as one product."""
         weight: torch.Tensor = leaf.weight  # type: ignore[assignment]
         size = weight.shape[1] if isinstance(leaf, Conv1D) else weight.shape[0]
 
@@ -387,5 +388,5 @@ def _runner(leaf: nn.Module) -> Any:
 
 
 def _dtype_of(run: object) -> torch.dtype | None:
-    """The dtype that a product takes and gives; None where the library's own kernels do not run it."""
+    """Return the dtype of a product's inputs and outputs; None if the library's own kernels do not run it."""
     return getattr(native_matrix(run), "compute_dtype", None)

@@ -1,7 +1,7 @@
-"""How the forward of a model is carried out: a private shadow of it, and what runs its layers.
+"""Execution of a model's forward pass: a private shadow of the model, and the code that runs its layers.
 
-The user's module objects are never changed. A *shadow* has modules, hooks and configs of its own over the same
-tensors, and everything this file does is done to the shadow.
+The user's module objects are never changed. A *shadow* has its own modules, hooks and configs over the same tensors,
+and everything in this file changes only the shadow.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ WAYS = ("eager", "packed", "compiled")
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype that a model computes in, even if its embedding is stored in blocks of bytes."""
+    """Return the dtype in which a model computes, even if its embedding is stored in blocks of bytes."""
     dtype: torch.dtype = model.get_input_embeddings().weight.dtype
     return dtype if dtype.is_floating_point else model.dtype
 
 
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """Resolve "auto" and check what the device can run.
+    """Resolve "auto" and check that the device can run the execution.
 
-    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` compiles the model,
-      too, where it is large enough and there is a C++ compiler.
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` also compiles the
+      model if it is large enough and a C++ compiler is found.
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     """
     check_kind(kind)
@@ -68,27 +68,30 @@ def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) 
         raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
     if kind == "packed" and library() is None:
         raise ConfigError(
-            "execution='packed' needs the library's own kernels, which are not here: they need an x86 CPU with AVX2, "
-            "and a C++ compiler or the wheel that has them; use execution='eager', or 'auto', which takes it"
+            "execution='packed' needs the library's own kernels, which are not available: they need an x86 CPU with "
+            "AVX2, and a C++ compiler or the wheel that contains them; use execution='eager' or 'auto'"
         )
     return kind
 
 
 def check_kind(kind: str) -> None:
-    """Raises: ConfigError for an unknown kind."""
+    """Check the name of an execution.
+
+    Raises: ConfigError for an unknown name.
+    """
     if kind != "auto" and kind not in WAYS:
         raise ConfigError(f"execution={kind!r} is unknown; {did_you_mean(kind, ('auto', *WAYS))}")
 
 
 def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
-    """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
+    """Return whether packed weights leave a tenth of the available memory free; log a warning if they do not."""
     needed = packing_bytes(packable(model), release_originals)
     available = available_memory_bytes()
     if available is None or needed <= 0.9 * available:
         return True
     logger.warning(
-        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, several times slower on "
-        "drafts; pass execution='packed' to pack all the same.",
+        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, where drafts are several "
+        "times slower; pass execution='packed' to pack them anyway.",
         type(model).__name__,
         needed / 1e9,
         available / 1e9,
@@ -102,7 +105,7 @@ logger = logging.getLogger("foredraft")
 
 
 class Execution:
-    """Runs the forward of a shadow. Use `apply_execution` to make one.
+    """Runs the forward pass of a shadow. Use `apply_execution` to make one.
 
     Args:
       model: the shadow; its layers are changed in place.
@@ -116,15 +119,15 @@ class Execution:
         self.compiled: CompiledLayers | None = None
         self.program: NativeProgram | None = None
         self.why_no_program = ""
-        self._lacks_kernels = False  # which is why it runs eagerly
+        self._lacks_kernels = False  # True if it runs eagerly because kernels are missing
         self._recorded: tuple[Recording, Ends] | None = None
-        self._pending: Callable[[], None] | None = None  # what is still to be made before modules run
-        self.kernels: Library | None = None  # of attention
+        self._pending: Callable[[], None] | None = None  # preparation still to be done before modules run
+        self.kernels: Library | None = None
         self._products: list[PackedProduct] = []
         self._cache_argument = cache_argument(model)
 
     def run(self, **kwargs: Any) -> Any:
-        """The model's own forward, hooks included; arguments and output are `transformers`'."""
+        """Run the model's own forward, hooks included; arguments and output are those of `transformers`."""
         return self.model(**kwargs)
 
     def logits(
@@ -137,13 +140,14 @@ class Execution:
         flat: FlatNodes | None,
         listed: bool = False,
     ) -> Logits:
-        """Run nodes (B, N); logits (B, kept, V).
+        """Run nodes (B, N) and return logits (B, kept, V).
 
         Args:
-          kept: columns whose logits are wanted.
-          flat: run the real nodes as one list; only attention, which is ours, sees rows.
-          listed: of a list return what it has, without padding.
-        Raises: NotPassedOnError where the model does not let attention know of the list.
+          kept: node columns whose logits are returned.
+          flat: layout of the real nodes as one list; None to run the padded rectangle. In a list only attention sees
+            rows.
+          listed: return the logits of a list as `NodeLogits`, without padding.
+        Raises: NotPassedOnError if the model does not pass the list on to its attention.
         """
         arguments = {"attention_mask": mask, self._cache_argument: cache, "use_cache": True}
         if flat is None:
@@ -154,15 +158,15 @@ class Execution:
         keep = numbers if len(kept) else 1
         inputs = {"input_ids": flat.listed(tokens)[None], "position_ids": flat.listed(positions)[None]}
         output = self.run(**inputs, **arguments, flat_nodes=flat, logits_to_keep=keep)
-        logits = output.logits[0, : None if len(kept) else 0]  # a model gives one at least
+        logits = output.logits[0, : None if len(kept) else 0]  # a model returns at least one column
         return NodeLogits(logits, of_kept.counts) if listed and len(kept) else of_kept.spread(logits)
 
     def takes(self, counts: Sequence[int]) -> bool:
-        """Whether so many nodes of every row run without modules."""
+        """Return whether rows with these numbers of nodes run in the recorded program, without modules."""
         return self.program is not None and self.program.takes(counts)
 
     def over(self, model: PreTrainedModel) -> Execution:
-        """The same for a shadow of this one's model; what is packed stays with this one."""
+        """Return the same execution for another shadow of this model; packed weights stay with this one."""
         other = Execution(model, self.kind)
         for name in ("uses_grouped_attention", "compiled", "kernels", "_recorded"):
             setattr(other, name, getattr(self, name))
@@ -175,16 +179,16 @@ class Execution:
         forward: Callable[[int], torch.Tensor],
         context_length: int | None,
     ) -> None:
-        """Learn to run forwards over few nodes without modules, where this is possible.
+        """Record the program that runs forward passes over few nodes without modules, if the model allows it.
 
         Args:
-          layers: the decoder layers of the model.
-          windows: positions that a node looks back by kind of attention, its own included; None for all.
-          forward: runs so many nodes through the modules.
-          context_length: positions that the model has; None for any number.
+          layers: decoder layers of the model.
+          windows: number of positions that a node sees, by attention type, including its own; None for all.
+          forward: function that runs a number of nodes through the modules.
+          context_length: number of positions of the model; None for no limit.
         """
         if self.kernels is None or not self.uses_grouped_attention:
-            self.why_no_program = "it does not run by the library's own kernels"
+            self.why_no_program = "it does not run in the library's own kernels"
             return
         try:
             recording = Recording(layers, forward)
@@ -193,7 +197,7 @@ class Execution:
             dtype = compute_dtype(self.model)
             program = NativeProgram(self.model, programs, ends, windows, self.kernels, dtype, context_length)
             program.check(recording)
-        except Exception as error:  # of the code of a model, or of torch
+        except Exception as error:  # raised by the model's code or by torch
             self._say_why(error)
             return
         store_traced(programs, ends)
@@ -204,11 +208,11 @@ class Execution:
     def record_variant(
         self, layers: Sequence[nn.Module], of: NativeProgram | None, forward: Callable[[int], torch.Tensor]
     ) -> None:
-        """Learn the same of a copy of a model some of whose modules were changed.
+        """Record the program of a copy of the model in which some modules were changed.
 
         Args:
-          of: the program of the model as it was, if it has one.
-          forward: runs so many nodes through the modules of the copy.
+          of: program of the unchanged model; None without one.
+          forward: function that runs a number of nodes through the modules of the copy.
         """
         self.program = None
         if self._recorded is None or of is None:
@@ -227,11 +231,12 @@ class Execution:
         logger.debug("%s runs as modules: %s", type(self.model).__name__, self.why_no_program)
 
     def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
-        """Compile the decoder layers for modules, where this is compiled execution, as soon as modules run.
+        """Prepare compilation of the decoder layers; it happens when modules first run. Without effect unless
+        "compiled".
 
         Args:
-          name: of the model, for messages.
-          forward: runs so many nodes through the modules.
+          name: name of the model, for messages.
+          forward: function that runs a number of nodes through the modules.
         """
 
         def make() -> None:
@@ -240,7 +245,7 @@ class Execution:
                 return
             try:
                 if not self.uses_grouped_attention:
-                    raise NotTraceableError("it has an attention of its own")
+                    raise NotTraceableError("it has its own attention code")
                 recording = Recording(layers, forward)
             except Exception as error:
                 self.compiled.fall_back(name, error)
@@ -252,7 +257,7 @@ class Execution:
         self._pending = make
 
     def compile_as(self, of: Execution, layers: Sequence[nn.Module]) -> None:
-        """Let modules of a changed copy of a model run as those of the model do, where they are the same."""
+        """Let the unchanged layers of a changed copy use the compiled layers of the original model."""
 
         def make() -> None:
             of.make_ready()
@@ -263,43 +268,43 @@ class Execution:
 
     @torch.inference_mode()
     def make_ready(self) -> None:
-        """Make what modules run by, if that is still to be done."""
+        """Do the preparation that modules still need before they run, such as compilation."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
 
     def why_not_native(self) -> str:
-        """Why steps do not run by the library's own products; empty where all do.
+        """Return the reason why some products do not run in the library's own kernels; empty if all do.
 
-        Structure decides: what a layer is, and in which dtype. Attention is for `runs_own_attention` to see.
+        The structure decides: layer class and dtype. `runs_own_attention` checks attention.
         """
-        needs = "the library's own kernels need AVX2, a C++ compiler or a wheel with them, and single or half precision"
+        needs = "the library's own kernels need AVX2, a C++ compiler or a wheel with kernels, and 16 or 32 bit floats"
         if self.kind == "eager":
             return f"it runs eagerly, since {needs}" if self._lacks_kernels else "it runs eagerly"
         if self.kernels is None:
             return needs
         if not self.uses_grouped_attention:
-            return "its attention is code of its own"
+            return "it has its own attention code"
         if name := next((type(layer).__name__ for _, layer in quantised_layers(self.model)), ""):
             return f"its {name} layers are quantised"
         if name := other_products(self.model):
-            return f"{name} multiplies by matrices of its own"
+            return f"{name} multiplies by its own matrices"
         for layer in linears(self.model):
             packed = replacement(layer)
             if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, PackedMatrix):
-                return f"a {type(layer).__name__} of it in {compute_dtype(self.model)} runs by other kernels"
+                return f"its {type(layer).__name__} in {compute_dtype(self.model)} runs in other kernels"
         return ""
 
     @property
     def num_compiled(self) -> int:
-        """How many decoder layers run compiled."""
+        """Number of decoder layers that run compiled."""
         return 0 if self.compiled is None else self.compiled.num_compiled
 
     def refresh_if_stale(self) -> bool:
-        """Pack again what was written since it was packed; True when anything was.
+        """Pack weights again that were written since they were packed; return True if there were any.
 
-        Costs microseconds per layer: call it once per request, not per step. In-place writes are seen through the
-        tensors' version counters, replaced storage through its address; writes through ``.data`` are not.
+        Costs microseconds per layer: call it once per request, not per step. In-place writes are detected by the
+        tensors' version counters, replaced storage by its address; writes through ``.data`` are not detected.
         """
         if self.program is not None:
             self.program.look_again()
@@ -324,18 +329,18 @@ class Execution:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Of packed weights, scales included; None where there are none."""
+        """Mean size of a packed weight in bits, scales included; None without packed weights."""
         weights = sum(product.num_weights for product in self._products)
         return 8 * self.packed_bytes / weights if weights else None
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line that describes the execution."""
         notes = []
         if self._products:
             layers, products = _count(self.num_packed_layers, "layer"), _count(len(self._products), "product")
             notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed")
             own = [each.matrix for each in self._products if isinstance(each.matrix, PackedMatrix)]
-            notes += [f"{len(own)} for own {own[0].instruction_set} kernels"] if own else []
+            notes += [f"{len(own)} in own {own[0].instruction_set} kernels"] if own else []
         if num_quantised := sum(1 for _ in quantised_layers(self.model)):
             notes.append(f"{num_quantised} quantised layers left as they are")
         notes += ["steps in one call"] if self.program is not None else []
@@ -353,7 +358,7 @@ class Execution:
         layers = list(packable(self.model))
         found = groups(self.model, layers) if layers else []
         tied = tied_embedding(self.model) if release_originals and self.kernels is not None else None
-        if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table is read as it is
+        if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table stays unpacked
             tied = None
         leaving = make_ready(self.model, chain(*found), tied) if release_originals else None
         for group in found:
@@ -362,7 +367,7 @@ class Execution:
             read_rows(self.model, tied)
 
     def _run_activations_by_rows(self) -> None:
-        """Where layers run as modules: let no row have other bits for the rows beside it."""
+        """Make activations in modules row-wise, so that the bits of a row do not depend on the rows beside it."""
         if self.kernels is not None:
             for layer in self.model.modules():
                 if replacement(layer) is None and Rowwise.fits(layer):
@@ -379,18 +384,18 @@ def apply_execution(
     progress: Callable[[str], None] | None = None,
     earlier: Execution | None = None,
 ) -> Execution:
-    """Make a shadow run the chosen way.
+    """Make a shadow run in the chosen execution.
 
     Args:
-      shadow_model: from `shadow`, or a model that nobody else holds; its layers are changed in place.
-      kind: "auto" (with the library's own kernels, compiled where memory allows and a C++ compiler is found, packed
-        where the model is small or there is none; else eager), "eager", "packed" or "compiled".
-      release_originals: free each weight once it is packed, in every model that shares it; tied weights
-        stay, but for an input embedding whose rows are then read from the packed output embedding. Only for models
-        that the library loaded itself.
-      cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
-      progress: of "compiled": called with one line before what takes long.
-      earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
+      shadow_model: a result of `shadow`, or a model that no other code uses; its layers are changed in place.
+      kind: "eager", "packed", "compiled" or "auto". With the library's own kernels and enough memory, "auto" compiles
+        a large model if a C++ compiler is found, and packs the model otherwise. Without them it runs eagerly.
+      release_originals: free each weight once it is packed, in every model that shares it. Tied weights stay, except
+        for an input embedding, whose rows are then read from the packed output embedding. Only for models that the
+        library loaded itself.
+      cache_dir: folder for compiled kernels of "compiled"; inductor/ in the cache folder by default.
+      progress: function that receives one line before long work of "compiled".
+      earlier: execution of another shadow of the same model; its packed weights are reused where they are unchanged.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     Exactness: equals eager execution within the rounding of the dtype.
@@ -407,7 +412,7 @@ def apply_execution(
     execution._products += packed_products(shadow_model)
     if execution.kind == "eager":
         execution._lacks_kernels = kind == "auto" and device.type == "cpu" and not packs(compute_dtype(shadow_model))
-        # on a CPU it stays transformers' own way, by which the others are judged
+        # on a CPU eager attention stays that of transformers, the reference for the other executions
         execution.uses_grouped_attention = device.type != "cpu" and use_grouped_sdpa(shadow_model)
         return execution
     execution.kernels = library() if compute_dtype(shadow_model) in KINDS else None

@@ -1,4 +1,4 @@
-"""What modules run instead of the forward of their class: the one place where it is looked up, set and taken away."""
+"""Replacement of module forwards: the only place that reads, sets and removes them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from transformers.pytorch_utils import Conv1D
 
 
 class StandIn:
-    """A forward of this library that computes what its module does, another way."""
+    """Base of replacement forwards that compute the same result as their module."""
 
 
 def linears(model: nn.Module) -> list[nn.Module]:
-    """Every linear layer of a model, packed or not."""
+    """Return every linear layer of a model, packed or not."""
     return [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D))]
 
 
 def replacement(module: nn.Module) -> Any:
-    """The function that replaces the forward of a module's class; None if there is none."""
+    """Return the function that replaces the forward of a module's class; None if there is none."""
     return vars(module).get("forward")
 
 
 def changed_forward(module: nn.Module) -> object:
-    """The function by which a module computes something else than its class does; None if there is none."""
+    """Return the replacement forward that computes something else than the module's class; None if there is none."""
     forward = replacement(module)
     return None if isinstance(forward, StandIn) else forward
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Let a module run a function; None for its class's own forward."""
+    """Replace the forward of a module by a function; None restores the forward of its class."""
     if forward is None:
         vars(module).pop("forward", None)
     else:
@@ -43,7 +43,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any] | None) -> No
 
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
-    """Let modules run these functions inside; None for the forward of their class."""
+    """Replace module forwards inside the block; None selects the forward of the class."""
     before = {module: replacement(module) for module in forwards}
     for module, forward in forwards.items():
         replace_forward(module, forward)
@@ -56,21 +56,20 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterato
 
 # -- activations, row by row ---------------------------------------------------------------------------------------
 #
-# Torch runs an elementwise operator over a whole tensor in vectors, what is left at its end number by number, and a
-# large tensor in parts that threads share. An exponential differs in the last bit between a vector and a number by
-# itself, so that a row's bits depend on where in the tensor it lies. Here rows are whole vectors, in parts too small
-# to be shared.
+# Torch runs an elementwise operator over a tensor in vectors, the rest at its end number by number, and splits a large
+# tensor among threads. The exponential of a vector and of a single number differ in the last bit, so the bits of a row
+# depend on its place in the tensor. Here every row is padded to whole vectors, and parts are too small to be split.
 
 VECTOR = 64
-"""Numbers. The widest step of torch's loops is two vectors of 512 bits in half precision."""
+"""Row width is padded to a multiple of this. The widest step in torch's loops is two 512-bit vectors of float16."""
 PART = 2**14
-"""Numbers. Torch shares out a tensor with more among threads, by some operators."""
+"""Maximum number of elements per call. Some torch operators split larger tensors among threads."""
 
 ACTIVATIONS = tuple({entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()})
 
 
 class Rowwise(StandIn):
-    """The forward of an elementwise module, by which a row has the same bits whatever rows are beside it.
+    """Forward of an elementwise module under which the bits of a row do not depend on the rows beside it.
 
     Args:
       inner: (..., W) -> (..., W), elementwise.
@@ -91,5 +90,5 @@ class Rowwise(StandIn):
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        """Whether this is an activation without weights."""
+        """Return whether a layer is an activation without weights."""
         return isinstance(layer, ACTIVATIONS) and next(layer.parameters(), None) is None

@@ -1,9 +1,8 @@
-"""Parts of a traced graph as kernels that inductor writes and compiles, and the folder where it keeps them: for one
-kind of machine, and whole.
+"""Compilation of graph parts by torch's inductor, and a safe folder for its kernels.
 
-Inductor compiles for exactly the CPU that it runs on, and takes any file that it finds under the name that it expects.
-On another CPU, as beside a shared home folder, such a kernel ends the process; so does one that a crash or a full disk
-has cut short.
+Inductor compiles for exactly the CPU that it runs on, and loads any file with the name that it expects. Such a kernel
+ends the process on another CPU, for instance with a shared home folder, and so does a file that a crash or a full disk
+has truncated. The folder is therefore specific to the kind of machine, and its files are checked.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ logger = logging.getLogger("foredraft")
 
 LISTING = "files.json"
 LONGEST_WAIT = 300.0
-"""Seconds until another process that compiles is waited for no more."""
+"""Maximum time in seconds to wait for another process that compiles."""
 
 
 def folder_name() -> str:
-    """Names what kernels are compiled for and by: CPU, torch, Python and compiler; and how torch is held to less."""
+    """Return a folder name for kernels: CPU, torch, Python, compiler, and the instruction sets that torch may use."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
     made_by = cpu_digest(), torch.__version__, sys.implementation.cache_tag, platform.machine(), cpp_compiler()
     return f"{capability}-{hashlib.sha256(repr(made_by).encode()).hexdigest()[:12]}"
@@ -48,16 +47,18 @@ def folder_name() -> str:
 
 @contextmanager
 def whole(folder: Path) -> Iterator[Path]:
-    """Load and compile inside: the folder has the files that were left in it and no others, else none.
+    """Return a context for loading and compiling kernels in a folder that contains exactly the files that were left
+    there.
 
-    One process at a time is inside. One that cannot get in, or may not write there, has a copy that goes away again.
+    If the files differ, the folder is emptied first. One process at a time may be inside. A process that cannot get the
+    lock, or may not write to the folder, uses a temporary copy.
 
-    Raises: OSError where the folder cannot be written.
+    Raises: OSError if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f".{folder.name}.lock"), LONGEST_WAIT) as is_alone:
         if not is_alone:
-            logger.debug("%s is used by another process, or cannot be locked: kernels are not kept", folder)
+            logger.debug("%s is used by another process or cannot be locked, so new kernels are not kept", folder)
             with tempfile.TemporaryDirectory(prefix="foredraft-") as own:
                 if _sums(folder) == _listed(folder):
                     shutil.copytree(folder, own, dirs_exist_ok=True)
@@ -66,23 +67,23 @@ def whole(folder: Path) -> Iterator[Path]:
         sums = _sums(folder)
         if sums != _listed(folder):
             if sums:
-                logger.debug("kernels in %s are not those that were compiled: they are compiled again", folder)
+                logger.debug("kernels in %s have changed since they were compiled, so they are compiled again", folder)
             _empty(folder)
             sums = {}
         try:
             yield folder
         except BaseException:
-            for name in _sums(folder).keys() - sums.keys():  # which may be cut short
+            for name in _sums(folder).keys() - sums.keys():  # new files may be truncated
                 (folder / name).unlink()
             raise
         found = _sums(folder)
         if found != sums:
-            with suppress(OSError):  # then they are compiled again
+            with suppress(OSError):  # without the list, kernels are compiled again next time
                 keep_json(folder / LISTING, found)
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file, by its path inside the folder."""
+    """Return the SHA-256 of every file, by its path inside the folder."""
     files = (file for file in folder.rglob("*") if file.is_file() and file.name != LISTING)
     return {file.relative_to(folder).as_posix(): sha256_of(file) for file in sorted(files)}
 
@@ -105,12 +106,12 @@ def _empty(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A compiled graph, and where it finds its inputs.
+    """A compiled graph and the sources of its inputs.
 
     Args:
-      run: takes a list of inputs, returns a sequence of tensors.
-      sources: of the inputs; behind an attention ("attended", None), too, and ("value", index) of what was computed
-        before it.
+      run: function from a list of inputs to a sequence of tensors.
+      sources: sources of the inputs. After attention, ("attended", None) is its output, and ("value", index) a value
+        that was computed before it.
     """
 
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -125,7 +126,7 @@ def compile_segment(
     outputs: Sequence[Any],
     source_of: dict[fx.Node, Source],
 ) -> Segment:
-    """Compile these nodes as a graph of their own, over those of the given sources that they need."""
+    """Compile these nodes as a separate graph; its inputs are the given sources that they need."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -153,21 +154,21 @@ def compile_segment(
     ):
         compiled: Any = compile_fx_inner(fx.GraphModule({}, graph), examples)
     return Segment(
-        getattr(compiled, "current_callable", None) or compiled,  # without what profilers are told of each call
+        getattr(compiled, "current_callable", None) or compiled,  # skips profiler hooks in each call
         tuple(source_of[node] for node in given),
     )
 
 
 @cache
 def _instructions_run(directory: Path) -> bool | None:
-    """True where inductor need not try again whether kernels of this CPU's instruction sets compile and load.
+    """Return True if inductor need not test again whether kernels for this CPU's instruction sets compile and load.
 
-    It tries each of them in every process, by starting a Python of its own; that they all did is kept beside its
-    kernels. None lets it try.
+    Inductor tests each of them in every process, by starting another Python. A successful test is recorded beside its
+    kernels. None means that inductor must test.
     """
     try:
         from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
-    except ImportError:  # of another release of torch
+    except ImportError:  # other releases of torch lack these names
         return None
     flags = sorted(x86_isa_checker())
     named = repr((torch.__version__, cpp_compiler(), platform.machine(), flags)).encode()
@@ -182,14 +183,17 @@ def _instructions_run(directory: Path) -> bool | None:
 
 
 def _check_dims(example: Any) -> None:
-    """Raises: NotTraceableError for a fake tensor with more than one dimension that counts nodes."""
+    """Check that a fake tensor has at most one dimension that counts nodes.
+
+    Raises: NotTraceableError for more than one.
+    """
     if isinstance(example, torch.Tensor) and sum(not isinstance(size, int) for size in example.shape) > 1:
-        raise NotTraceableError("it computes a table of nodes by nodes")
+        raise NotTraceableError("a layer computes a tensor of shape nodes by nodes")
 
 
 @contextmanager
 def _inductor_cache(directory: Path) -> Iterator[None]:
-    """Let inductor keep its kernels in ``directory``. It reads the place from the environment only."""
+    """Make inductor keep its kernels in ``directory``. Inductor reads the folder only from the environment."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     directory.mkdir(parents=True, exist_ok=True)

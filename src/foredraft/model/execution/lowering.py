@@ -1,11 +1,12 @@
-"""A traced graph as a native program: operations on the numbers of a node, products, and attention.
+"""Lowering of a traced graph to a native program: operations on the numbers of a node, products, and attention.
 
-A graph is a layer, or what comes before or behind the layers, as torch's operators. Every tensor in it has one
-dimension that counts nodes, or none. What is left without it is a node's own: these numbers lie side by side somewhere,
-and what only moves them (views, slices, transpositions) costs nothing. See ``program.h`` for what kernels are given.
+A graph of torch operators is a layer, or the part before or after the layers. Every tensor in it has at most one
+dimension that counts nodes. The other dimensions are the numbers of one node, which lie side by side in memory.
+Operators that only move numbers (views, slices, transpositions) cost nothing. ``program.h`` describes the input of the
+kernels.
 
-Exactness: operators are computed in float32 without rounding in between; hidden states, keys and values, and what the
-products take and give are rounded to the dtype of the model.
+Exactness: operators are computed in float32 without rounding in between. Hidden states, keys and values, and inputs
+and outputs of products are rounded to the dtype of the model.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from foredraft.native.library import KINDS
 aten = torch.ops.aten
 
 Source: TypeAlias = tuple[str, Any]
-"""Where a graph finds an input: ("nodes", None), ("product", index), ("tensor", index) or ("input", index)."""
+"""Source of a graph input: ("nodes", None), ("product", index), ("tensor", index) or ("input", index)."""
 
 NODES_HINT = 9973
-"""The number of nodes that stands for any while a model is traced. Nothing else has this size, so that it is known
-where torch has taken it for the only one."""
+"""Number of nodes used while a model is traced. No other dimension has this size, so a use of the number as a constant
+is detected.
+"""
 
 LINE = 64
-"""Bytes. Memory of all nodes begins at a multiple, however many there are."""
+"""Alignment in bytes. Memory of all nodes begins at a multiple of it, for any number of nodes."""
 
 
 class NotTraceableError(Exception):
-    """A model does something that no program holds."""
+    """Raised if a model does something that no program can express."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes of an attention: heads of keys, query heads that share one, and numbers of a key and a value."""
+    """Sizes of an attention: number of key heads, query heads per key head, and sizes of a key and of a value."""
 
     heads: int
     group: int
@@ -58,11 +60,11 @@ class Program:
 
     Attributes:
       inputs: numbers of the inputs that it reads, in the order of their places.
-      given: sources of what steps read beside inputs: weights and matrices, and the constants of the graph.
-      heads: of its attention; None without.
-      output_sizes: numbers of a node in each of its outputs.
-      is_stored: whether a file contains it; see `stored_programs`.
-      in_tuple: how long the tuple is in which a layer returns its output; None for no tuple.
+      given: sources of the other data that steps read: weights, matrices, and the constants of the graph.
+      heads: sizes of its attention; None without attention.
+      output_sizes: number of elements per node of each output.
+      in_tuple: length of the tuple that the layer returns; None for a single tensor.
+      is_stored: whether a file contains the program; see `stored_programs`.
     """
 
     def __init__(
@@ -137,13 +139,13 @@ class Program:
 
 @dataclass(frozen=True)
 class View:
-    """Numbers of a node, or the same ones for all nodes.
+    """Numbers of each node, or the same numbers for all nodes.
 
     Args:
-      base: memory that they lie in.
-      offset, shape, strides: in numbers; the dimension of nodes is left out.
-      node_dim: where it was; None for none.
-      value: of a constant, which is no memory yet.
+      base: index of the memory that contains them.
+      offset, shape, strides: layout in elements, without the dimension of nodes.
+      node_dim: place of the dimension of nodes; None without one.
+      value: value of a constant that is not in memory yet; None otherwise.
     """
 
     base: int
@@ -161,30 +163,30 @@ class View:
         )
 
     def dims(self) -> list[tuple[int, int]]:
-        """Sizes and strides, with one number in the place of the nodes."""
+        """Return sizes and strides, with size 1 in the dimension of nodes."""
         dims = list(zip(self.shape, self.strides, strict=True))
         if self.node_dim is not None:
             dims.insert(self.node_dim, (1, 0))
         return dims
 
     def over(self, dims: Sequence[tuple[int, int]], node_dim: int | None, offset: int = 0) -> View:
-        """The same numbers by other dimensions, that of the nodes among them."""
+        """Return the same numbers with other dimensions, including that of the nodes."""
         kept = [each for place, each in enumerate(dims) if place != node_dim]
         shape, strides = tuple(size for size, _ in kept), tuple(stride for _, stride in kept)
         return replace(self, offset=self.offset + offset, shape=shape, strides=strides, node_dim=node_dim)
 
 
 class Lowering:
-    """Makes a program of a graph.
+    """Lowers a graph to a program.
 
     Args:
-      graph: its placeholders have sources; operators act on tensors with at most one dimension of nodes.
-      source_of: the source of every placeholder.
-      outputs: nodes that the program is to return.
-      dtypes: in which every product multiplies, by its index.
-      leaves: nodes that are inputs, too, by their number among the inputs.
+      graph: graph whose placeholders have sources, and whose tensors have at most one dimension of nodes.
+      source_of: source of every placeholder.
+      outputs: nodes that the program returns.
+      dtypes: dtype of every product, by its index.
+      leaves: further nodes that are inputs, with their input numbers.
 
-    Raises: NotTraceableError for what no program holds.
+    Raises: NotTraceableError for anything that no program can express.
     """
 
     def __init__(
@@ -201,16 +203,16 @@ class Lowering:
         self._dtypes = dtypes
         self._leaves = leaves or {}
         self._bases: list[abi.Base] = []
-        self._spans: dict[int, list[int]] = {}  # steps from which on, and up to which, memory is needed
+        self._spans: dict[int, list[int]] = {}  # first and last step that needs the memory, by base
         self._operations: list[abi.Operation] = []
         self._steps: list[abi.Step] = []
-        self._inputs = [0]  # the first place is that of hidden states
+        self._inputs = [0]  # the first place is for hidden states
         self._given: list[Source] = [("constants", None)]
         self._constants: list[float] = []
         self._views: dict[fx.Node, Any] = {}
-        self._loaded: dict[View, View] = {}  # in this run of operations
+        self._loaded: dict[View, View] = {}  # float32 copies in this run of operations
         self._scratch = self._most_scratch = 0
-        self._first = 0  # operation of this run
+        self._first = 0  # first operation of this run
         self._heads: Heads | None = None
         self._scratch_base = self._base(abi.SCRATCH, 0, torch.float32, 0)
         self._constant_base = self._base(abi.GIVEN, 0, torch.float32, 0)
@@ -247,7 +249,7 @@ class Lowering:
     # ---- what is needed, and for how long ---------------------------------------------------------------------------
 
     def _lasting(self, body: Sequence[fx.Node]) -> dict[fx.Node, int]:
-        """The last run of operations in which what a node computes is read, by whoever has a view of it."""
+        """Return for each node the last run of operations that reads its result, directly or through a view."""
         last: dict[fx.Node, int] = {}
         for node in reversed(body):
             users = [user for user in node.users if user in self._run_of]
@@ -260,7 +262,7 @@ class Lowering:
 
     def _base(self, role: int, place: int, dtype: torch.dtype, num_numbers: int) -> int:
         if dtype not in KINDS:
-            raise NotTraceableError(f"it computes in {dtype}")
+            raise NotTraceableError(f"the model computes in {dtype}")
         self._bases.append(abi.Base(role, place, KINDS[dtype], num_numbers * dtype.itemsize))
         return len(self._bases) - 1
 
@@ -277,7 +279,7 @@ class Lowering:
             self._spans[base][1] = len(self._steps)
 
     def _new(self, node: fx.Node | None, shape: tuple[int, ...], node_dim: int | None) -> View:
-        """A place for what a node computes: where it is wanted next, if it lies there as it is computed."""
+        """Return memory for the result of a node: its final place if the result has that format, scratch otherwise."""
         size = math.prod(shape)
         base, offset = self._scratch_base, self._scratch
         if node is not None and (home := self._home(node, size)) is not None:
@@ -293,12 +295,12 @@ class Lowering:
         return self._memory(torch.float32, size) if self._home_is_wanted(node) else None
 
     def _home_is_wanted(self, node: fx.Node) -> bool:
-        """Whether what a node computes is read by other steps."""
+        """Return whether other steps read the result of a node."""
         is_given = any(user.target in (product.default, attention.default) for user in node.users)
         return is_given or self._last_run[node] > self._run_of[node]
 
     def _lay_out(self) -> int:
-        """Place memory beside all that is needed at the same time; bytes of a node."""
+        """Assign memory so that values needed at the same time do not overlap; return its size per node in bytes."""
         placed: list[tuple[int, int, list[int]]] = []
         for base, span in sorted(self._spans.items(), key=lambda item: item[1]):
             size = -(-self._bases[base].bytes // LINE) * LINE
@@ -321,7 +323,7 @@ class Lowering:
         self._loaded.clear()
 
     def _emit(self, code: str, out: View, first: View, second: View | None = None) -> View:
-        """Compute `out`, whose shape the operands broadcast to."""
+        """Emit an operation that computes ``out``; operands broadcast to its shape."""
         operands = [self._read(each) if code != "copy" else each for each in (first, second or first)]
         shape = out.shape
         strides = [out.strides, *(_broadcast(each, shape) for each in operands)]
@@ -339,7 +341,7 @@ class Lowering:
         return out
 
     def _read(self, view: View) -> View:
-        """In float32, where operations take it."""
+        """Return a view in float32, which operations need."""
         if view.value is not None:
             return self._constant(view)
         if self._dtype(view.base) == torch.float32:
@@ -361,11 +363,11 @@ class Lowering:
         return self._emit("copy", self._new(node, view.shape, view.node_dim), self._from(view))
 
     def _from(self, view: View) -> View:
-        """As a copy takes it."""
+        """Return a view as operand of a copy."""
         return self._constant(view) if view.value is not None else view
 
     def _stored(self, view: View, dtype: torch.dtype) -> int:
-        """A base that holds these numbers of all nodes side by side, and nothing else."""
+        """Return a base that contains exactly these numbers of all nodes, side by side."""
         size = math.prod(view.shape)
         is_there = (
             view.value is None
@@ -384,7 +386,7 @@ class Lowering:
     def _return(self, number: int, node: fx.Node) -> None:
         view = self._views[node]
         if view.node_dim is None:
-            raise NotTraceableError("what it returns is the same for all nodes")
+            raise NotTraceableError("an output is the same for all nodes")
         if self._bases[view.base].role == abi.OUTPUT and self._bases[view.base].place == number:
             return
         base = self._base(abi.OUTPUT, number, node.meta["val"].dtype, math.prod(view.shape))
@@ -402,11 +404,11 @@ class Lowering:
             if str(node.target).endswith(("_.Tensor", "_.Scalar")):  # in place
                 self._views[node.args[0]] = self._views[node]  # type: ignore[index]
         else:
-            raise NotTraceableError(f"it calls {node.target}")
+            raise NotTraceableError(f"the model calls {node.target}, for which there is no kernel")
 
     def _place(self, node: fx.Node) -> None:
         if node not in self._source_of:
-            raise NotTraceableError("it computes with tokens, positions, or what other layers return")
+            raise NotTraceableError("a layer computes with tokens, positions, or results of other layers")
         kind, key = self._source_of[node]
         if kind == "nodes":
             return
@@ -417,7 +419,7 @@ class Lowering:
         else:
             val = node.meta["val"]
             if not val.is_contiguous():
-                raise NotTraceableError("it holds a tensor that does not lie in one piece")
+                raise NotTraceableError("the model has a tensor that is not contiguous")
             base = self._base(abi.GIVEN, self._give((kind, key)), val.dtype, 0)
             shape = tuple(map(int, val.shape))
             self._views[node] = View(base, 0, shape, _strides(shape), None)
@@ -425,7 +427,7 @@ class Lowering:
     def _input(self, node: fx.Node, number: int) -> View:
         shape, node_dim = dims_of(node)
         if node_dim is None:
-            raise NotTraceableError("it is given something that does not belong to nodes")
+            raise NotTraceableError("a layer has an input without a dimension of nodes")
         if number not in self._inputs:
             self._inputs.append(number)
         base = self._base(abi.INPUT, self._inputs.index(number), node.meta["val"].dtype, math.prod(shape))
@@ -440,14 +442,14 @@ class Lowering:
         if isinstance(value, fx.Node):
             found = self._views[value]
             if not isinstance(found, View):
-                raise NotTraceableError("it computes with the number of nodes")
+                raise NotTraceableError("the model computes with the number of nodes")
             return found
         if isinstance(value, (int, float)):
             return View(self._constant_base, 0, (), (), None, float(value))
-        raise NotTraceableError(f"it computes with {type(value).__name__}")
+        raise NotTraceableError(f"the model computes with {type(value).__name__}")
 
     def _apply(self, code: str, node: fx.Node | None, *operands: View) -> View:
-        """An elementwise operator."""
+        """Lower an elementwise operator."""
         shape, node_dim = _together(operands)
         aligned = [_aligned(each, len(shape) + (node_dim is not None), node_dim) for each in operands]
         return self._emit(code, self._new(node, shape, node_dim), *aligned)
@@ -470,7 +472,7 @@ class Lowering:
             return self._apply("mul", node, self._apply("mul", None, x, x), x)
         codes = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
         if power not in codes:
-            raise NotTraceableError(f"it computes powers of {power}")
+            raise NotTraceableError(f"the model computes the power {power}, for which there is no kernel")
         return self._apply(codes[power], node, x)
 
     def _gelu(self, node: fx.Node) -> View:
@@ -486,11 +488,11 @@ class Lowering:
         return self._apply("copy", node, found)
 
     def _sum(self, x: View, dims: Sequence[int]) -> View:
-        """Over some dimensions, each of which stays as one number."""
+        """Sum over some dimensions, which remain with size 1."""
         rank = len(x.shape) + 1
         places = {dim % rank for dim in dims}
         if x.node_dim is None or x.node_dim in places:
-            raise NotTraceableError("it adds up what belongs to several nodes")
+            raise NotTraceableError("the model sums over nodes")
         summed = {place - (place > x.node_dim) for place in places}
         kept = [place for place in range(len(x.shape)) if place not in summed]
         order = [*kept, *sorted(summed)]
@@ -525,14 +527,14 @@ class Lowering:
         x = self._view(node.args[0])
         dims: Any = node.args[1] if len(node.args) > 1 else None
         if dims is None:
-            raise NotTraceableError("it adds up what belongs to several nodes")
+            raise NotTraceableError("the model sums over nodes")
         found = reduce(x, dims)
         shape, node_dim = dims_of(node)
         kept = replace(found, shape=shape, strides=_strides(shape), node_dim=node_dim)
         return self._apply("copy", node, kept) if self._home_is_wanted(node) else kept
 
     def _layer_norm(self, node: fx.Node) -> View:
-        """Of torch: with weight and bias, each of which may be missing."""
+        """Lower torch's layer norm; weight and bias are optional."""
         x, size, weight, bias, epsilon = (*node.args, None, None)[:5]
         return self._normed(node, self._view(x), len(size), weight, bias, epsilon, is_centred=True)  # type: ignore[arg-type]
 
@@ -559,7 +561,7 @@ class Lowering:
         return x
 
     def _result(self, node: fx.Node) -> fx.Node:
-        """The node that stands for what an operator returns: of several, the first one."""
+        """Return the node of an operator's result; of several results, the first one."""
         users = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
         return users[0] if users else node
 
@@ -570,9 +572,9 @@ class Lowering:
 
     def _item(self, node: fx.Node) -> View:
         found, index = self._views[node.args[0]], node.args[1]  # type: ignore[index]
-        if isinstance(found, View):  # of a norm
+        if isinstance(found, View):  # the result of a norm
             if index != 0:
-                raise NotTraceableError("it uses the statistics of a norm")
+                raise NotTraceableError("the model uses the statistics of a norm")
             return found
         return found[index]  # type: ignore[no-any-return]
 
@@ -581,7 +583,7 @@ class Lowering:
         shape, node_dim = dims_of(node)
         before = math.prod(x.shape[: x.node_dim]) if x.node_dim is not None else 1
         if (x.node_dim is None) != (node_dim is None) or math.prod(shape[:node_dim] if node_dim else ()) != before:
-            raise NotTraceableError("it mixes the dimension of nodes with others")
+            raise NotTraceableError("the model mixes the dimension of nodes with others")
         strides = _reshaped(x.shape, x.strides, shape)
         if strides is None:
             x = self._contiguous(x, node)
@@ -599,7 +601,7 @@ class Lowering:
         return self._opened(self._view(node.args[0]), _args(node)[1])
 
     def _opened(self, x: View, dim: int) -> View:
-        """With a dimension of one number before this one."""
+        """Return a view with a new dimension of size 1 before ``dim``."""
         dims = x.dims()
         place = dim % (len(dims) + 1)
         dims.insert(place, (1, 0))
@@ -609,7 +611,7 @@ class Lowering:
         x = self._view(node.args[0])
         shape, node_dim = dims_of(node)
         if x.node_dim is None and node_dim is not None:
-            raise NotTraceableError("it repeats something for every node")
+            raise NotTraceableError("the model repeats a tensor for every node")
         rank = len(shape) + (node_dim is not None)
         aligned = _aligned(x, rank, node_dim)
         return replace(aligned, shape=shape, strides=_broadcast(aligned, shape))
@@ -623,7 +625,7 @@ class Lowering:
         place = dim % len(dims)
         if place == x.node_dim:
             if start != 0 or (isinstance(stop, int) and stop < 2**31):
-                raise NotTraceableError("it leaves out nodes")
+                raise NotTraceableError("the model drops nodes")
             return x
         size, stride = dims[place]
         first, last, step = slice(start, stop, step).indices(size)
@@ -637,7 +639,7 @@ class Lowering:
         dims = x.dims()
         place = dim % len(dims)
         if place == x.node_dim:
-            raise NotTraceableError("it picks out a node")
+            raise NotTraceableError("the model selects a single node")
         size, stride = dims.pop(place)
         node_dim = None if x.node_dim is None else x.node_dim - (place < x.node_dim)
         return x.over(dims, node_dim, index % size * stride)
@@ -671,7 +673,7 @@ class Lowering:
         out = self._new(node, shape, node_dim)
         place, first = dim % (len(shape) + (node_dim is not None)), 0
         if place == node_dim or node_dim is None or any(part.node_dim != node_dim for part in parts):
-            raise NotTraceableError("it puts nodes behind one another")
+            raise NotTraceableError("the model concatenates nodes")
         for part in parts:
             size = part.dims()[place][0]
             if size:
@@ -702,12 +704,12 @@ class Lowering:
 
     def _attention(self, node: fx.Node) -> View:
         if self._heads is not None:
-            raise NotTraceableError("it has more than one attention")
+            raise NotTraceableError("a layer calls attention more than once")
         views = [self._view(value) for value in node.args]
         dtype = node.meta["val"].dtype
         for view in views:
             if view.node_dim != 2 or view.shape[0] != 1:
-                raise NotTraceableError("its attention does not take heads of a list of nodes")
+                raise NotTraceableError("the inputs of attention are not heads of a list of nodes")
         (_, num_heads, size), (_, num_keys, _), (_, _, value_size) = (view.shape for view in views)
         self._heads = Heads(num_keys, num_heads // num_keys, size, value_size)
         query, key, value = (self._stored(view, dtype) for view in views)
@@ -722,16 +724,16 @@ class Lowering:
 
 
 def dims_of(node: fx.Node) -> tuple[tuple[int, ...], int | None]:
-    """The shape of what a node gives without its dimension of nodes, and where that is.
+    """Return the shape of a node's value without the dimension of nodes, and the place of that dimension or None.
 
-    Raises: NotTraceableError for more than one.
+    Raises: NotTraceableError for more than one dimension of nodes.
     """
     val = node.meta["val"]
     if isinstance(val, (tuple, list)):
         val = val[0]
     places = [place for place, size in enumerate(val.shape) if not isinstance(size, int) or size == NODES_HINT]
     if len(places) > 1 or any(not _counts_nodes(val.shape[place]) for place in places):
-        raise NotTraceableError(f"it gives {tuple(val.shape)}: more than one dimension counts nodes")
+        raise NotTraceableError(f"a tensor has shape {tuple(val.shape)}, where more than one dimension counts nodes")
     return tuple(int(size) for place, size in enumerate(val.shape) if place not in places), next(iter(places), None)
 
 
@@ -740,7 +742,7 @@ def _counts_nodes(size: Any) -> bool:
 
 
 def _args(node: fx.Node) -> Any:
-    """Arguments of an operator; which types they have, its schema says."""
+    """Arguments of an operator, whose types are given by its schema."""
     return node.args
 
 
@@ -749,23 +751,23 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _together(views: Sequence[View]) -> tuple[tuple[int, ...], int | None]:
-    """The shape that views broadcast to, and the place of its dimension of nodes, counted from the left."""
+    """Return the shape that views broadcast to, and the place of its dimension of nodes, counted from the left."""
     rank = max(len(view.dims()) for view in views)
     places = {rank - len(view.dims()) + view.node_dim for view in views if view.node_dim is not None}
     if len(places) > 1:
-        raise NotTraceableError("it computes a table of nodes by nodes")
+        raise NotTraceableError("the model computes a tensor of shape nodes by nodes")
     node_dim = next(iter(places), None)
     sizes = [1] * rank
     for view in views:
         for place, (size, _) in enumerate(view.dims(), rank - len(view.dims())):
             sizes[place] = size if size != 1 else sizes[place]
     if node_dim is not None and sizes.pop(node_dim) != 1:
-        raise NotTraceableError("it computes a table of nodes by nodes")
+        raise NotTraceableError("the model computes a tensor of shape nodes by nodes")
     return tuple(sizes), node_dim
 
 
 def _aligned(view: View, rank: int, node_dim: int | None) -> View:
-    """With as many dimensions as the others, that of the nodes left out."""
+    """Return a view with ``rank`` dimensions, including that of the nodes."""
     dims = [(1, 0)] * (rank - len(view.dims())) + view.dims()
     return view.over(dims, node_dim)
 
@@ -777,7 +779,7 @@ def _broadcast(view: View, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-    """As few dimensions as these operands can be gone over by: sizes, and strides of each operand."""
+    """Merge dimensions as far as all operands allow; return sizes and the strides of each operand."""
     merged: list[tuple[int, list[int]]] = []
     for place, size in enumerate(shape):
         steps = [each[place] for each in strides]
@@ -791,7 +793,7 @@ def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tupl
 
 
 def _unrolled(dims: list[tuple[int, list[int]]]) -> list[tuple[list[int], list[tuple[int, list[int]]]]]:
-    """Dimensions three at a time: offsets of each operand, and what is gone over from there."""
+    """Split dimensions into loops over three: offsets of each operand, and the inner dimensions."""
     if len(dims) <= 3:
         return [([0, 0, 0], [(1, [0, 0, 0])] * (3 - len(dims)) + dims)]
     size, steps = dims[0]
@@ -803,7 +805,7 @@ def _unrolled(dims: list[tuple[int, list[int]]]) -> list[tuple[list[int], list[t
 
 
 def _reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of another shape over the same numbers in the same order; None where there are none."""
+    """Return the strides of another shape over the same numbers in the same order; None if a view cannot express it."""
     old = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
     found: list[int] = []
     place, left, stride = len(old), 1, 1
@@ -828,7 +830,7 @@ def _reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int
 
 
 def ancestors(node: fx.Node, ends: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """All that a node is computed from, but for what lies behind ``ends``."""
+    """Return all nodes that a node is computed from, without those that lie before ``ends``."""
     found, waiting = set[fx.Node](), [] if node in ends else [node]
     while waiting:
         for parent in waiting.pop().all_input_nodes:
@@ -840,7 +842,7 @@ def ancestors(node: fx.Node, ends: Collection[fx.Node] = ()) -> set[fx.Node]:
 
 
 def only_moves(node: fx.Node) -> bool:
-    """Whether a node gives the numbers that it is given, seen otherwise."""
+    """Return whether a node returns its input numbers in another view."""
     return node.target in _MOVING
 
 
@@ -898,7 +900,7 @@ _MOVING: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
     aten.unbind.int: Lowering._unbind,
     operator.getitem: Lowering._item,
 }
-"""Operators that give the numbers that they are given, seen otherwise."""
+"""Operators that return their input numbers in another view."""
 
 _LOWERED: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
     **_MOVING,

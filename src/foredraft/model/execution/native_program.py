@@ -1,9 +1,9 @@
-"""Forwards over few nodes in one call, without the modules of the model.
+"""Forward passes over few nodes in one call, without the modules of the model.
 
-A step of decoding runs a model over a few nodes. In modules that takes a dozen calls for every layer, and as long as
-the arithmetic of a small model. So the model is recorded once, in its layers (`tracing`) and around them (`ends`),
-lowered to operations, products and attention (`lowering`), and from then on run by one function in C++
-(``program.cpp``). Where anything is not as it was when it was recorded, modules run.
+A decoding step runs a model over a few nodes. Modules need a dozen calls per layer, which take as long as the
+arithmetic of a small model. The model is therefore recorded once, in its layers (`tracing`) and around them (`ends`),
+and lowered to operations, products and attention (`lowering`). One C++ function then runs it (``program.cpp``). If
+anything has changed since the recording, modules run instead.
 """
 
 from __future__ import annotations
@@ -43,21 +43,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foredraft")
 
 LARGE = 2**25
-"""Weights from which on a model is read from memory, not from the processor's caches."""
+"""Number of weights from which a model is read from memory rather than from the processor's caches."""
 LEAST_SHARED = 2**19
-"""Weights of a product, or numbers that are attended to, from which on threads share them where a model lies in caches:
-less takes no longer than calling the threads together."""
+"""Minimum weights of a product, or numbers that attention reads, for which threads share the work of a model in caches.
+
+Smaller work is done before the threads have started.
+"""
 READ_BESIDE = torch.float32, torch.bfloat16
-"""A dtype of models, and another one of keys and values that kernels read beside it."""
+"""Dtype of a model, and the other dtype of keys and values that kernels can read with it."""
 TABLE_BLOCK = 64
-"""Positions of which angles are computed together: whole vectors, and too few to be shared out among threads, so that a
-position has the same angles in every table."""
+"""Number of positions whose angles are computed together: whole vectors, and too few to be split among threads.
+
+A position then has the same angles in every table.
+"""
 FIRST_POSITIONS = 4 * TABLE_BLOCK
-"""Positions in tables that have not grown."""
+"""Number of positions in tables that have not grown."""
 
 
 class _Layout:
-    """Layers of a model as C++ takes them, as long as weights are where they are."""
+    """The C structures of a model's layers, valid while its weights stay at the same addresses."""
 
     def __init__(
         self, layers: Sequence[LayerProgram], ends: Ends, windows: Mapping[str, int | None], dtype: torch.dtype
@@ -76,7 +80,7 @@ class _Layout:
             if layer.program.heads is not None:
                 heads, kind = layer.program.heads, ends.kinds[index]
                 if kind is None:
-                    raise NotTraceableError("the kind of its attention is not known")
+                    raise NotTraceableError("the type of its attention is not known")
                 key = heads, kind, layer.scaling
                 if key not in forms:
                     forms[key] = len(fields)
@@ -134,14 +138,14 @@ class _Layout:
                 addresses.append(program.constants.data_ptr())
             elif kind == "tensor":
                 module, name = tensors[key]
-                tensor = getattr(module, name).detach()  # keeps this memory, whatever becomes of the weight
+                tensor = getattr(module, name).detach()  # keeps the memory alive if the weight is replaced
                 self._watched.append((module, name, tensor.data_ptr()))
                 self._kept.append(tensor)
                 addresses.append(tensor.data_ptr())
             else:
                 matrix = native_matrix(runners[key])
                 if matrix is None:
-                    raise NotTraceableError("its products run by other kernels")
+                    raise NotTraceableError("its products run in other kernels")
                 self._kept.append(matrix)
                 self._matrices[matrix.address] = matrix
                 addresses.append(matrix.address)
@@ -151,18 +155,18 @@ class _Layout:
         place.num_inputs = len(inputs)
 
     def still_holds(self) -> bool:
-        """Whether weights are where they were."""
+        """Return whether all weights are at the same addresses."""
         return self.num_packed == PackedProduct.num_packed and all(
             getattr(module, name).data_ptr() == address for module, name, address in self._watched
         )
 
 
 class _Tables:
-    """Inputs by tokens and by positions.
+    """Tables of inputs that are looked up by token or by position.
 
     Args:
-      num_positions: that there are rows for.
-      computed_bytes: of a node, in every input that is computed of these.
+      num_positions: number of positions that have rows.
+      computed_bytes: size in bytes, per node, of every input that is computed from these tables.
     """
 
     @torch.inference_mode()
@@ -202,7 +206,7 @@ class _Tables:
         self.address = ctypes.addressof(self._fields)
 
     def still_hold(self) -> bool:
-        """Whether embeddings lie where they lay, and nobody has written into what positions are turned by."""
+        """Return whether embeddings are at the same addresses, and the tensors that angles depend on are unchanged."""
         return (
             all(getattr(module, name).data_ptr() == address for module, name, address in self._watched)
             and all(version_of(getattr(module, name)) == version for module, name, version in self._read)
@@ -211,11 +215,11 @@ class _Tables:
 
 
 class _Store:
-    """Addresses of the keys and values of a cache, as long as its memory is the same.
+    """Addresses of the keys and values of a cache, valid while its memory stays the same.
 
     Attributes:
-      kv_sizes: of the layers that write there.
-      is_taken: whether kernels read keys and values as they lie there.
+      kv_sizes: sizes of keys and values, by layer of the cache.
+      is_taken: True if kernels can read the keys and values in this format.
     """
 
     def __init__(self, cache: KVCache, kv_sizes: object, dtype: torch.dtype) -> None:
@@ -240,19 +244,19 @@ class _Store:
 
 
 class NativeProgram:
-    """A model in one call. Use `record` to make one.
+    """A recorded model that runs in one C++ call. `Execution.record` makes one.
 
     Args:
       model: a shadow.
-      layers: all of its decoder layers, as programs.
-      windows: positions that a node looks back by kind of attention, its own included; None for all.
-      context_length: positions that the model has angles for; None for any number.
+      layers: programs of all its decoder layers.
+      windows: number of positions that a node sees, by attention type, including its own; None for all.
+      context_length: number of positions that have angles; None for no limit.
 
     Attributes:
-      num_runs: calls so far.
+      num_runs: number of forward passes so far.
 
-    Exactness: a node has the same bits whatever nodes and rows run beside it, on any number of threads; they are those
-      of the modules within the rounding of the dtype.
+    Exactness: the bits of a node do not depend on other nodes, other rows or the number of threads. They equal those of
+      the modules within the rounding of the dtype.
     """
 
     def __init__(
@@ -274,44 +278,44 @@ class NativeProgram:
         self._context_length = context_length
         modules = [layer.module for layer in layers]
         self._watched = [*modules_around(model, modules), *modules]
-        self._linears = linears(model)  # they are products
+        self._linears = linears(model)  # run as products
         of_linears = set(self._linears)
         self._forwards = [(each, changed_forward(each)) for each in self._watched if each not in of_linears]
         self._age = 0
-        self._seen: tuple[int, int] | None = None  # hooks ever registered, and age, when modules were looked at
+        self._seen: tuple[int, int] | None = None  # id of the next hook, and age, when modules were last checked
         self._is_unchanged = False
         self._layout = _Layout(layers, ends, windows, dtype)
         self._vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._tables = self._tables_of(FIRST_POSITIONS)
 
     def over(self, model: PreTrainedModel, layers: Sequence[LayerProgram], ends: Ends) -> NativeProgram:
-        """The program of a model of the same form.
+        """Return the program of another shadow of the same form.
 
         Args:
-          model: another shadow, some of whose modules were changed.
-          layers: all of its decoder layers.
-          ends: as of this one.
+          model: shadow with some changed modules.
+          layers: programs of all its decoder layers.
+          ends: prologue and epilogue of that shadow.
         """
         return NativeProgram(model, layers, ends, self._windows, self._kernels, self._dtype, self._context_length)
 
     def has_around(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> bool:
-        """Whether the modules around the layers of a copy are still those of this model."""
+        """Return whether a copy still has the same modules as this model around its layers."""
         mine, theirs = self._watched[: -len(layers)], modules_around(model, layers)
         return len(mine) == len(theirs) and all(map(_are_same, mine, theirs))
 
     def look_again(self) -> None:
-        """See whether modules or weights have changed, before the next forward."""
+        """Check for changed modules and weights before the next forward pass."""
         self._age += 1
 
     @property
     def is_possible(self) -> bool:
-        """Whether nobody sees, or has changed, the code that modules run."""
+        """True if the code that modules run is unchanged and nothing observes it, such as a hook."""
         if self._seen != (RemovableHandle.next_id, self._age):
             self._look()
         return self._is_unchanged and SEEN_BY.get() is None
 
     def _look(self) -> None:
-        """See whether modules or weights have changed."""
+        """Check whether modules or weights have changed."""
         has_hooks = torch_modules._has_any_global_hook() or any(  # type: ignore[no-untyped-call]
             module._forward_hooks or module._forward_pre_hooks for module in self._watched
         )
@@ -319,26 +323,27 @@ class NativeProgram:
         for module, forward in self._forwards:
             found = vars(module).get("forward")
             self._is_unchanged &= (None if isinstance(found, StandIn) else found) is forward
-        self._seen = (RemovableHandle.next_id, self._age) if self._is_unchanged else None  # hooks may be taken away
+        self._seen = (RemovableHandle.next_id, self._age) if self._is_unchanged else None  # hooks may be removed later
         if self._is_unchanged and not self._layout.still_holds():
             self._layout = _Layout(self.layers, self.ends, self._windows, self._dtype)
         if not self._tables.still_hold():
             self._tables = self._tables_of(self._tables.num_positions)
 
     def takes(self, counts: Iterable[int]) -> bool:
-        """Whether so many nodes of every row are run here."""
+        """Return whether the program runs rows with these numbers of nodes."""
         return max(counts) <= abi.MOST_NODES and self.is_possible
 
     def forward(
         self, nodes: Nodes, cache: KVCache, first_row: int, kept: range, recorder: Recorder, listed: bool
     ) -> Logits | None:
-        """Run nodes behind what a cache holds, and write their keys and values there; None where modules have to.
+        """Run nodes and write their keys and values after the committed columns; return None if modules must run
+        instead.
 
         Args:
           nodes: B rows; row i is row ``first_row + i`` of the cache.
-          kept: columns whose logits are wanted.
-          recorder: of features.
-        Returns: logits as of `CausalLM.forward`.
+          kept: node columns whose logits are returned.
+          recorder: receiver of the requested features.
+        Returns: logits as `CausalLM.forward` returns them.
         """
         counts, width = nodes.counts, nodes.tokens.shape[1]
         if not 0 < max(counts) <= abi.MOST_NODES or not self.is_possible:
@@ -361,7 +366,7 @@ class NativeProgram:
     def _open(
         self, nodes: Nodes, cache: KVCache, first_row: int = 0, more: int = 0
     ) -> tuple[_Tables, _Store, abi.Nodes] | None:
-        """Tables and memory for nodes and so many more of a row behind them; None where a cache is kept otherwise."""
+        """Return tables, cache memory and node fields, with ``more`` spare columns per row; None if unsupported."""
         lengths = cache.row_lengths(first_row, len(nodes.counts))
         offsets = cache.row_offsets(first_row, len(nodes.counts)) if any(cache.offsets) else None
         end = max(map(int.__add__, lengths, nodes.counts)) + more
@@ -383,7 +388,7 @@ class NativeProgram:
         count: int,
         threads: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """States (layers + 1, 1, S, H), what the output embedding reads, and logits (count, V) of the kept nodes."""
+        """Return states (layers + 1, 1, S, H), input of the output embedding, and logits (count, V) of kept nodes."""
         states = torch.empty(layout.num_layers + 1, 1, fields.count, layout.width, dtype=self._dtype)
         read = torch.empty(1, fields.count, layout.num_read, dtype=self._dtype)
         logits = torch.empty(count, layout.num_logits, dtype=self._dtype)
@@ -402,21 +407,21 @@ class NativeProgram:
         names: torch.Tensor | None,
         first_row: int = 0,
     ) -> tuple[list[list[int]], int] | None:
-        """Run chains, one node at least of each, and behind each its likeliest token, again and again.
+        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely token in turn.
 
-        Of those that are found the last one is not run; the others lie in the columns behind the nodes.
+        The last new token is not run; the others are written to the columns after the chains.
 
         Args:
-          chains: the next tokens of rows of the cache from ``first_row`` on.
-          depths: how many tokens are wanted of every row.
-          num_columns: of logits that count.
-          names: int64 (V,), the tokens of the columns; None for their own numbers.
+          chains: at least one next token for every row of the cache from ``first_row`` on.
+          depths: number of new tokens per row.
+          num_columns: number of logit columns to consider.
+          names: int64 (V,), token id of every column; None if the column numbers are the token ids.
 
-        Returns: the tokens of every row, fewer where logits are no numbers, and how many forwards that took; None where
-          modules have to run.
+        Returns: the new tokens of every row, fewer where logits are not finite, and the number of forward passes; None
+          if modules must run instead.
         """
         most, nodes = max(depths), Nodes.from_chains(chains)
-        nodes.tokens.clamp_(max=self._vocab_size - 1)  # the last token stands for those that the model does not know
+        nodes.tokens.clamp_(max=self._vocab_size - 1)  # unknown tokens are replaced by the last one
         if not self.takes(nodes.counts) or (opened := self._open(nodes, cache, first_row, most - 1)) is None:
             return None
         tables, store, fields = opened
@@ -438,14 +443,14 @@ class NativeProgram:
         return [row[: row.index(-1)] if -1 in row else row for row in rows], num_forwards
 
     def check(self, seen: Recording) -> None:
-        """See that every layer, and what comes behind them, compute within rounding what modules have computed.
+        """Check that every layer, and the part after them, computes what modules have computed, within rounding.
 
-        Raises: NotTraceableError where one does not.
+        Raises: NotTraceableError if one does not.
         """
         logits = seen.logits  # (1, S, V)
         num_nodes, first = logits.shape[1], len(self.ends.tables)
         inner = torch.empty(num_nodes, self._layout.width, dtype=self._dtype)
-        holder = nn.Module()  # of what a layer is given, which it looks up by token
+        holder = nn.Module()  # contains the inputs of a layer as a table by token
         holder.register_buffer("states", inner)
         tables = [*self.ends.tables, Table(len(self.ends.places), None, 0)]
         ends = replace(self.ends, tables=tables, first=first, places=[*self.ends.places, (holder, "states")])
@@ -463,7 +468,7 @@ class NativeProgram:
             count = num_nodes if index + 1 == len(self.layers) else 0
             found = None if store is None else self._compute(layout, looked_up, store, fields, None, count, 1)
             if found is None:
-                raise NotTraceableError("what it is given is not looked up by tokens and positions")
+                raise NotTraceableError("a layer has inputs that do not depend on tokens and positions alone")
             states, _, last = found
             check(want[0] if isinstance(want, tuple) else want, given, states[1], layer.module.modules())
         error = float((last.double() - logits[0].double()).norm() / logits[0].double().norm())
@@ -472,7 +477,7 @@ class NativeProgram:
             raise NotTraceableError(f"its logits differ from those of its modules (relative error {error:.2g})")
 
     def _store(self, layout: _Layout, cache: KVCache, capacity: int, num_slots: int) -> _Store | None:
-        """The memory of a cache, with room for so many columns; None where it is not kept as this takes it."""
+        """Return the memory of a cache with space for this many columns; None for an unsupported format."""
         cache.reserve(capacity, num_slots)
         store: _Store | None = cache.addresses
         if store is None or store.memory is not cache.memory or store.kv_sizes is not layout.kv_sizes:
@@ -488,13 +493,13 @@ class NativeProgram:
         return store if store.is_taken else None
 
     def _grow_tables(self, end: int) -> None:
-        """Have rows for positions before this one, as far as the model has any."""
+        """Extend the tables to positions before ``end``, within the model's limit."""
         known = self._tables.num_positions
         if known != self._context_length:
             self._tables = self._tables_of(max(2 * known, -(-end // TABLE_BLOCK) * TABLE_BLOCK))
 
     def release_tables(self) -> None:
-        """Replace tables that long rows have made grow."""
+        """Replace tables that long rows have enlarged by small ones."""
         if self._tables.num_positions > FIRST_POSITIONS:
             self._tables = self._tables_of(FIRST_POSITIONS)
 
@@ -505,7 +510,7 @@ class NativeProgram:
 
 
 def _are_same(module: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules run the same code over the same tensors."""
+    """Return whether two modules run the same code over the same tensors."""
     held = [{**each._parameters, **each._buffers} for each in (module, other)]
     return (
         type(module) is type(other)

@@ -1,4 +1,4 @@
-"""Calls that compiled graphs keep as they are: products of linear layers, and the place of attention."""
+"""Torch operators that compiled graphs leave as they are: products of linear layers, and a marker for attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import count
 
 import torch
 
-# inductor takes neither packed weights as inputs nor Python code: an operator finds its layer by number. The library
-# must live as long as the module does.
+# inductor accepts neither packed weights as inputs nor Python code, so an operator finds its layer by number. The
+# library object must live as long as this module.
 _library = torch.library.Library("foredraft", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("product(Tensor x, SymInt number, int out_features) -> Tensor")  # type: ignore[no-untyped-call]
 _library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")  # type: ignore[no-untyped-call]
@@ -18,7 +18,7 @@ _runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary
 
 
 class Runner:
-    """What runs one product, as operators find it: by its number."""
+    """Function that runs one product, found by operators through its number."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.run = run
@@ -46,4 +46,4 @@ product = torch.ops.foredraft.product
 """(..., in) and the number of a `Runner` -> (..., out_features)."""
 
 attention = torch.ops.foredraft.attention
-"""Query (1, H, S, D), key and value -> (1, S, H, D_v): where a graph is cut in two. It is never run."""
+"""Query (1, H, S, D), key and value -> (1, S, H, D_v). Marks the place where a graph is cut in two; never run."""

@@ -1,7 +1,7 @@
-"""Linear layers with weights packed once, for the library's own kernels on CPUs.
+"""Linear layers whose weights are packed once for the library's own CPU kernels.
 
-Reading every weight once is the floor of a step. The kernels (`native`) sum every row by itself. Where there are none,
-modules run as they are.
+A step cannot be faster than reading every weight once. The kernels (`native`) sum every row by itself. Where the
+kernels are not available, modules run unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foredraft.native.packed_matmul import CodesMatrix, NativeMatrix, PackedMatr
 
 
 def cpu_has_bfloat16() -> bool:
-    """True where the CPU multiplies bfloat16 itself (avx512_bf16, AMX, or Arm's BF16), not by conversion."""
+    """Return whether the CPU multiplies bfloat16 natively (avx512_bf16, AMX, or Arm's BF16), not by conversion."""
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # type: ignore[no-untyped-call]
         return False
     if platform.machine().lower() in ("aarch64", "arm64"):
@@ -34,12 +34,12 @@ def cpu_has_bfloat16() -> bool:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether the library's own kernels run here and multiply weights of this dtype."""
+    """Return whether the library's own kernels are available and multiply weights of this dtype."""
     return dtype in KINDS and library() is not None
 
 
 class DenseMatrix:
-    """A weight (out, in) as torch multiplies it, on any device and in any dtype, and a bias (out,) or None."""
+    """A weight (out, in) and an optional bias (out,), multiplied by torch on any device and in any dtype."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.compute_dtype, self.num_bytes = weight.dtype, weight.nbytes
@@ -50,7 +50,7 @@ class DenseMatrix:
         return F.linear(x, self.packed, self._bias)
 
     def dense(self) -> torch.Tensor:
-        """The weight (out, in)."""
+        """Return the weight (out, in)."""
         return self.packed
 
 
@@ -58,7 +58,7 @@ Matrix: TypeAlias = NativeMatrix | CodesMatrix | DenseMatrix
 
 
 def _matrix(weights: Sequence[torch.Tensor], bias: torch.Tensor | None, seen: Seen) -> Matrix:
-    """Packed for the library's own kernels; where there are none, as torch multiplies it."""
+    """Return the weights packed for the library's own kernels; if they are not available, as torch multiplies them."""
     kernels = library() if weights[0].device.type == "cpu" else None
     if kernels is None:
         for number, weight in enumerate(weights):
@@ -76,7 +76,7 @@ def _codes_matrix(
     device: torch.device,
     seen: Seen,
 ) -> Matrix:
-    """Packed for the library's own kernels; where there are none, the weight that the codes stand for."""
+    """Return integer weights packed for the library's own kernels; if they are not available, dequantised."""
     kernels = library() if dtype in KINDS and device.type == "cpu" else None
     if kernels is not None:
         of = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -88,20 +88,20 @@ def _codes_matrix(
 
 
 class PackedProduct:
-    """One matrix of linear layers that are given the same input: its product is split among them.
+    """One matrix for several linear layers with the same input; its product is split among them.
 
     Args:
-      layers: each an `nn.Linear` or `Conv1D`, all with or all without a bias, of one dtype and number of inputs.
-      earlier: of layers with the same tensors; what it packed is taken over where they still hold the same values.
-      codes: gives the weight of a layer in whole numbers, where it is rounded; otherwise it is packed as it is.
-      dtype: that it takes and gives; by default that of the weights.
-      leaving: weights that are freed once they are packed (`release`): pages of a file a piece of a weight at a time.
+      layers: `nn.Linear` or `Conv1D` layers of one dtype and number of inputs, all with or all without a bias.
+      earlier: product of layers with the same tensors, whose packed matrix is reused if their values are unchanged.
+      codes: function that returns the rounded weight of a layer as integers; None to pack the weight as it is.
+      dtype: dtype of inputs and outputs; by default that of the weights.
+      leaving: releaser of the original weights, which frees their memory, piece by piece while a weight is packed.
 
     Attributes:
-      is_released: whether weights of its layers are gone.
+      is_released: True if original weights of its layers were freed.
 
-    Exactness: equals ``F.linear`` within the rounding of the dtype; by the library's own kernels a row has the same
-    bits among any number of rows.
+    Exactness: equals ``F.linear`` within the rounding of the dtype. In the library's own kernels, the bits of a row do
+    not depend on the number of rows.
     """
 
     matrix: Matrix
@@ -110,7 +110,7 @@ class PackedProduct:
     _weight_dtype: torch.dtype
 
     num_packed = 0
-    """How often any product was packed in this process: as long as it stays the same, so do all matrices."""
+    """Number of packings in this process. While it is constant, all matrices are unchanged."""
 
     def __init__(
         self,
@@ -147,13 +147,13 @@ class PackedProduct:
         weight_dtype: torch.dtype,
         is_released: bool,
     ) -> PackedProduct:
-        """A product that another process has packed.
+        """Return a product from a matrix that another process has packed.
 
         Args:
-          layers: of the same model.
-          sizes: of their outputs.
-          sums: of their weights and biases, as `row_sums` gives them.
-          is_released: whether their own weights are gone.
+          layers: layers of the same model.
+          sizes: their numbers of outputs.
+          sums: `row_sums` of their weights and biases.
+          is_released: True if their original weights were freed.
         """
         product = object.__new__(cls)
         product.layers, product.matrix, product.sizes = tuple(layers), matrix, list(sizes)
@@ -165,7 +165,7 @@ class PackedProduct:
         return product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out of all layers, one after another)."""
+        """(..., in) -> (..., outputs of all layers, concatenated)."""
         if x.dtype != self._dtype:
             raise TypeError(f"a packed layer of {self._dtype} was given {x.dtype}; use execution='eager'")
         matrix = self.matrix
@@ -174,7 +174,7 @@ class PackedProduct:
         return matrix(x.to(matrix.compute_dtype)).to(self._dtype)
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """(..., in) -> (..., out) of one layer. The others find theirs when they are given the very same tensor."""
+        """(..., in) -> (..., out) of one layer. The others reuse the product if they get the same tensor object."""
         if len(self.layers) == 1:
             return self(x)
         shared = self._shared
@@ -187,25 +187,25 @@ class PackedProduct:
         return shared[1][index]
 
     def refresh(self) -> bool:
-        """Pack again when a weight or bias was written since; True when it was."""
+        """Pack again if a weight or bias has been written since; return True if so."""
         if self.is_released or self._versions == tuple(map(version_of, self._tensors())):
             return False
         self._pack()
         return True
 
     def put_in(self) -> PackedProduct:
-        """Let its layers run by it."""
+        """Make the layers run this product."""
         for index, layer in enumerate(self.layers):
             replace_forward(layer, PackedLinear(self, index))
         return self
 
     def release(self, leaving: memory.PageReleaser | None = None) -> None:
-        """Free the weights that were packed, for every module that shares the parameters.
+        """Free the original weights, for every module that shares the parameters.
 
-        A NaN of the same shape stays, so that code which reads the weight past the layer is noticed.
+        A NaN of the same shape remains, so that code which reads the weight directly is noticed.
 
         Args:
-          leaving: weights that may be freed; None for all.
+          leaving: releaser of the weights that may be freed; None for all.
         """
         freed = [weight for weight in self._weights() if leaving is None or weight in leaving]
         if freed:
@@ -213,27 +213,27 @@ class PackedProduct:
             self.is_released = True
 
     def settle(self) -> None:
-        """Take tensors that the library itself has converted for those that were packed."""
+        """Accept the present tensors as those that were packed, after the library itself has converted them."""
         self._versions = tuple(map(version_of, self._tensors()))
 
     def dense(self, index: int = 0) -> torch.Tensor:
-        """The weight (out, in) of one layer as it was packed, also where the original was released."""
+        """Return the weight (out, in) of one layer as it was packed, even if the original was released."""
         weight = torch.split(self.matrix.dense(), self.sizes)[index]
         return weight.to(self._weight_dtype) if isinstance(self.matrix, NativeMatrix) else weight
 
     def codes(self, index: int) -> Codes | None:
-        """The weight of one layer in whole numbers; None where it is not multiplied in these."""
+        """Return the integer weight of one layer; None if it is not multiplied in integers."""
         if not isinstance(self.matrix, CodesMatrix):
             return None
         first = sum(self.sizes[:index])
         return self.matrix.codes.rows(torch.arange(first, first + self.sizes[index]))
 
     def sums(self, index: int) -> torch.Tensor:
-        """Over the bits of one layer's weight as it was given."""
+        """Return the `row_sums` of one layer's original weight."""
         return self._sums[index]
 
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these are the tensors that were packed, with the same values.
+        """Return whether these are the tensors that were packed, with the same values.
 
         The values are compared by sums, since writes through ``.data`` leave no other trace. That reads the weight
         once, as a step does, and takes a fifth of the time of packing it.
@@ -248,17 +248,17 @@ class PackedProduct:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it takes and gives."""
+        """Dtype of inputs and outputs."""
         return self._dtype
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of what was packed."""
+        """Dtype of the original weights."""
         return self._weight_dtype
 
     @property
     def all_sums(self) -> Sequence[torch.Tensor]:
-        """Of weights, and then of biases."""
+        """`row_sums` of all weights, followed by those of all biases."""
         return self._sums
 
     @property
@@ -289,8 +289,8 @@ class PackedProduct:
         found = [list[torch.Tensor]() for _ in self.layers]
 
         def see(number: int, piece: torch.Tensor | Codes) -> None:
-            """Sum up what is packed while it is at hand, and let go of it."""
-            if isinstance(piece, Codes):  # the weight that they stand for is nowhere
+            """Add up the packed piece while it is in the processor's cache, and free the original."""
+            if isinstance(piece, Codes):  # the dequantised weight is stored nowhere else
                 found[number].append(row_sums(piece.dense().to(self._weight_dtype)))
             elif type(self.layers[number]) is not Conv1D:
                 found[number].append(row_sums(piece))
@@ -313,7 +313,7 @@ class PackedProduct:
 
 
 class PackedLinear:
-    """The forward of one `nn.Linear` or `Conv1D`, as its part of a packed product."""
+    """Replacement forward of one `nn.Linear` or `Conv1D`, which returns its part of a packed product."""
 
     def __init__(self, product: PackedProduct, index: int = 0) -> None:
         self.product = product
@@ -321,7 +321,7 @@ class PackedLinear:
 
     @classmethod
     def of(cls, layer: nn.Module) -> PackedLinear:
-        """Of a layer whose input nobody shares."""
+        """Return the packed forward of a layer that shares its input with no other layer."""
         return cls(PackedProduct([layer]))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -329,26 +329,27 @@ class PackedLinear:
         return self.product.part(x, self.index)
 
     def dense(self) -> torch.Tensor:
-        """The weight (out, in) as it was packed, also where the original was released."""
+        """Return the weight (out, in) as it was packed, even if the original was released."""
         return self.product.dense(self.index)
 
     def codes(self) -> Codes | None:
-        """The weight in whole numbers; None where it is not multiplied in these."""
+        """Return the integer weight; None if it is not multiplied in integers."""
         return self.product.codes(self.index)
 
     @property
     def sums(self) -> torch.Tensor:
-        """Over the bits of the weight as it was given, a row at a time."""
+        """`row_sums` of the original weight."""
         return self.product.sums(self.index)
 
 
 class PackedRows(StandIn):
-    """The forward of an input embedding whose rows are those of a packed output embedding: no table is kept of them.
+    """Replacement forward of an input embedding that reads the rows of a packed output embedding, without its own
+    table.
 
     Args:
-      output: of the output embedding, which shares its product with no other layer.
+      output: forward of the output embedding, which shares its product with no other layer.
 
-    Exactness: rows are those of ``output.dense()`` in the dtype of the model, to the bit.
+    Exactness: rows equal those of ``output.dense()`` in the dtype of the model, bit for bit.
     """
 
     def __init__(self, output: PackedLinear) -> None:
@@ -361,45 +362,50 @@ class PackedRows(StandIn):
         if packed is not None:
             return packed.rows(ids, self.dtype)
         matrix = self.output.product.matrix
-        if self._table is None or self._table[0] is not matrix:  # other kernels read no single rows
+        if self._table is None or self._table[0] is not matrix:  # other kernels cannot read single rows
             self._table = matrix, self.dense()
         return F.embedding(ids, self._table[1])
 
     @property
     def packed(self) -> PackedMatrix | None:
-        """What rows are unpacked from; None where they lie in a table."""
+        """Matrix from which rows are unpacked; None if they come from a table."""
         matrix = self.output.product.matrix
         return matrix if isinstance(matrix, PackedMatrix) else None
 
     def dense(self) -> torch.Tensor:
-        """The weight (V, H), in the dtype of the model."""
+        """Return the weight (V, H) in the dtype of the model."""
         return self.output.dense().to(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """Dtype of the model."""
         return self.output.product.dtype
 
     @property
     def sums(self) -> torch.Tensor:
-        """As of `PackedLinear`."""
+        """`row_sums` of the original weight."""
         return self.output.sums
 
 
 def embedding_weight(embedding: nn.Module) -> torch.Tensor:
-    """The weight (V, H) of an input embedding, also where its rows are read from the output embedding."""
+    """Return the weight (V, H) of an input embedding, even if its rows are read from the output embedding."""
     forward, weight = replacement(embedding), embedding.weight
     return forward.dense() if isinstance(forward, PackedRows) else weight.detach()  # type: ignore[operator]
 
 
 def embedding_rows(embedding: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The same rows of it, whatever else the embedding does: (...) -> (..., H)."""
+    """Return rows of an embedding's weight, without anything else that the embedding does: (...) -> (..., H)."""
     forward = replacement(embedding)
     return forward(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
 
 
 def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory.PageReleaser | None = None) -> None:
-    """Free the memory of weights, which may be among those that are leaving: a NaN of its shape stays of each."""
+    """Free the memory of weights; each is replaced by a NaN of its shape.
+
+    Args:
+      dtype: dtype of the NaN.
+      leaving: releaser that these weights belong to; None for none.
+    """
     given = []
     for weight in weights:
         given.append(weight.data)
@@ -408,26 +414,26 @@ def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory
 
 
 def packed_products(model: nn.Module) -> list[PackedProduct]:
-    """Those that layers of a model run by already."""
+    """Return the packed products that layers of a model already run."""
     forwards = map(replacement, model.modules())
     return list(dict.fromkeys(forward.product for forward in forwards if isinstance(forward, PackedLinear)))
 
 
 def layers_in_floats(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers that run by packed products already, of weights that were not rounded."""
+    """Yield layers that already run packed products of unrounded weights."""
     for product in packed_products(model):
         if isinstance(product.matrix, NativeMatrix):
             yield from product.layers
 
 
 def packed_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Linear layers in modules that run by packed products."""
+    """Return the linear layers in these modules that run packed products."""
     inside = (layer for module in modules for layer in module.modules())
     return [layer for layer in inside if isinstance(replacement(layer), PackedLinear)]
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | None]]:
-    """Every parameter, tied ones by each of their names, and what multiplies in its place where it is packed."""
+    """Yield every parameter, tied ones under each of their names, and its packed forward or None."""
     for name, module in model.named_modules():
         forward = replacement(module)
         for key, weight in module.named_parameters(name, recurse=False):
@@ -436,7 +442,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedL
 
 
 def weight_sums(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name of every dense parameter, sums over its bits as it was given, also where packing has released it."""
+    """Yield the name of every dense parameter and the `row_sums` of its original values, even if it was released."""
     for name, weight, packed in named_weights(model):
         if packed is not None:
             yield name, packed.sums
@@ -445,19 +451,19 @@ def weight_sums(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
-    """The weight (out, in) of a linear layer."""
+    """Return the weight (out, in) of a linear layer."""
     weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
-    return weight.t() if isinstance(layer, Conv1D) else weight  # of a Conv1D it is (in, out)
+    return weight.t() if isinstance(layer, Conv1D) else weight  # a Conv1D stores (in, out)
 
 
 def unpacked_weight(layer: nn.Module) -> torch.Tensor:
-    """The same, also where packing has released it: as it was packed."""
+    """Return the weight (out, in) of a linear layer; as it was packed, if the original was released."""
     forward = replacement(layer)
     return forward.dense() if isinstance(forward, PackedLinear) else dense_weight(layer)
 
 
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums over the bits of each row, eight bytes at a time where they fit: what other values hardly share."""
+    """Return the sum over the bits of each row, in words of eight bytes where possible, to detect changes."""
     rows = tensor.detach().contiguous()
     if rows.shape[-1] * rows.itemsize % 8:
         return rows.view(torch.uint8).sum(-1, dtype=torch.int64)
@@ -467,14 +473,15 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def packing_bytes(layers: Iterable[nn.Module], release_originals: bool) -> int:
-    """Memory that packing these layers takes at its height, over what is held now."""
+    """Return the peak memory that packing these layers needs beyond present use, in bytes."""
     return 0 if release_originals else sum(layer.weight.nbytes for layer in layers)  # type: ignore[misc]
 
 
 def packable(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers whose weight can be packed and whose forward is their class's own.
+    """Yield layers whose weight can be packed and whose forward is that of their class.
 
-    Tensors of other classes are left alone: quantised weights, which only look like the floats that they stand for.
+    Tensors of other classes are skipped: quantised weights may have a floating-point dtype although they are not stored
+    as floats.
     """
     for layer in model.modules():
         if type(layer) not in (nn.Linear, Conv1D) or replacement(layer) is not None:

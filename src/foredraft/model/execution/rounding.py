@@ -1,7 +1,7 @@
-"""A model whose linear layers multiply by weights in whole numbers: what is decoded *is* that model.
+"""Models whose linear layers multiply by integer weights. The rounded model *is* the model that is decoded.
 
-Weights are rounded when a model is loaded, to 8 or to 4 bits; from then on nothing knows the ones that they came from.
-A step reads a half of what it reads of bfloat16, or less.
+Weights are rounded to 8 or 4 bits when a model is loaded, and the original weights are not used afterwards. A step
+reads at most half as many bytes as in bfloat16.
 """
 
 from __future__ import annotations
@@ -34,35 +34,41 @@ from foredraft.native.codes import Kind, StoredCodes, Unrounded
 from foredraft.native.packed_matmul import CodesMatrix
 
 Rounding: TypeAlias = Callable[[torch.Tensor], Unrounded]
-"""How a weight (out, in) is rounded."""
+"""Function that rounds a weight (out, in)."""
 
 ROUNDINGS: dict[str, Rounding] = {
     "int8": partial(Unrounded.of, bits=8),
     "int4": partial(Unrounded.of, bits=4, group=32, has_zeros=True),
 }
-"""By name; output embeddings are rounded to 8 bits by any."""
+"""Roundings by name. Every one of them rounds output embeddings to 8 bits."""
 
 STORED = "stored"
-"""Weights that are multiplied as their file holds them."""
+"""Value of ``weights`` that selects the integer weights in the model's file."""
 
 
 def check_weights(weights: str | None, quantization: str | None) -> None:
-    """Raises: ConfigError for unknown weights, and for stored ones that are to be rounded once more."""
+    """Check the ``weights`` option.
+
+    Raises: ConfigError for an unknown value, and for stored weights together with ``quantization``.
+    """
     if weights not in (None, STORED):
-        raise ConfigError(f"weights is {weights!r}; known is {STORED!r}, and None for weights as the dtype has them")
+        raise ConfigError(f"weights is {weights!r}; use {STORED!r}, or None for weights converted to the dtype")
     if weights is not None and quantization is not None:
         raise ConfigError(
-            f"weights={weights!r} multiplies by the numbers in the file, and quantization={quantization!r} would round "
-            "them once more; give one of the two"
+            f"weights={weights!r} multiplies by the integers in the file, and quantization={quantization!r} would "
+            "round them again; use only one of the two"
         )
 
 
 def check_quantization(name: str | None) -> None:
-    """Raises: ConfigError for an unknown one."""
+    """Check the ``quantization`` option.
+
+    Raises: ConfigError for an unknown value.
+    """
     if name is not None and name not in ROUNDINGS:
         raise ConfigError(
-            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS)} None rounds nothing. Weights that were "
-            "quantised elsewhere are loaded with transformers; pass the model."
+            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS)} None means no rounding. For weights "
+            "that another library has quantised, load the model with transformers and pass the model."
         )
 
 
@@ -75,19 +81,20 @@ def quantize_weights(
     release_originals: bool = False,
     earlier: Execution | None = None,
 ) -> list[PackedProduct]:
-    """Round the linear layers of a model, and let them multiply by what they are rounded to.
+    """Round the linear layers of a model, and make them multiply by the rounded weights.
 
-    Norms and biases stay as they are, and so do input embeddings, unless they are tied to the output embedding: then
-    their rows are those of its rounded weight.
+    Norms and biases stay as they are. So do input embeddings, except for one tied to the output embedding, whose rows
+    are then those of the rounded weight.
 
     Args:
-      model: a shadow, or a model that nobody else holds; its layers are changed in place.
-      name: one of `ROUNDINGS`; None, or `STORED` for a model that has its codes already, leaves everything as it is.
-      dtype: that everything else is converted to, and layers take and give; for models that nobody else holds.
+      model: a shadow, or a model that no other code uses; its layers are changed in place.
+      name: one of `ROUNDINGS`. None changes nothing, and neither does `STORED`, whose integers are already in place.
+      dtype: dtype to which everything else is converted, and of the layers' inputs and outputs; only for models that no
+        other code uses.
       release_originals: free weights once they are rounded, layer by layer.
-      earlier: of another shadow of the same model; its products are taken over where weights are still the same.
+      earlier: execution of another shadow of the same model; its products are reused where weights are unchanged.
 
-    Returns: one product for layers that are given the same input.
+    Returns: one product for each set of layers with the same input.
     Raises: ConfigError for an unknown name, or a model without a linear layer that can be rounded.
     """
     if name is None or name == STORED:
@@ -95,7 +102,10 @@ def quantize_weights(
     check_quantization(name)
     layers = list(roundable(model))
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
-        raise ConfigError(f"quantization is {name!r}, and {type(model).__name__} has no plain linear layer to round")
+        raise ConfigError(
+            f"quantization is {name!r}, but {type(model).__name__} has no linear layer with floating-point weights to "
+            "round; leave the option out"
+        )
     known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
     tied = tied_embedding(model)
     leaving = make_ready(model, layers, tied) if release_originals else None
@@ -115,12 +125,12 @@ def quantize_weights(
 
 @torch.inference_mode()
 def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], *, dtype: torch.dtype) -> None:
-    """Let linear layers multiply by the whole numbers that a file holds of them, and free their own weights.
+    """Make linear layers multiply by the integers that a file stores for them, and free their own weights.
 
     Args:
-      model: that nobody else holds; its layers hold what the codes stand for, in any dtype.
-      stored: by layer. Those that are given the same input, and have codes of one kind, become one product.
-      dtype: that everything else is converted to, and layers take and give.
+      model: a model that no other code uses; its layers contain the dequantised values, in any dtype.
+      stored: integer weights by layer. Layers with the same input and the same kind of integers become one product.
+      dtype: dtype to which everything else is converted, and of the layers' inputs and outputs.
     """
     tied = tied_embedding(model)
     if tied is not None and model.get_output_embeddings() not in stored:
@@ -143,7 +153,7 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
 
 
 def _has_rows_of_output(model: PreTrainedModel) -> bool:
-    """Whether an input embedding of its own holds what the codes of the output embedding stand for."""
+    """Return whether a separate input embedding equals the dequantised output embedding."""
     output, embedding = packed_output(model), model.get_input_embeddings()
     codes = None if output is None else output.product.matrix
     if output is None or not isinstance(codes, CodesMatrix) or not gives_rows(embedding):
@@ -157,11 +167,12 @@ def _has_rows_of_output(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def round_weights(model: PreTrainedModel, name: str) -> None:
-    """Write into a model the weights that `quantize_weights` lets it multiply by: any code then computes with these.
+    """Replace the weights of a model by the dequantised weights of `quantize_weights`, so that any code computes with
+    them.
 
     Args:
-      model: that nobody else holds; an output embedding that is tied to what gives more than rows gets a weight of its
-        own.
+      model: a model that no other code uses. An output embedding gets its own weight if it is tied to a module that
+        does more than look up rows.
     """
     check_quantization(name)
     tied = tied_embedding(model)
@@ -178,7 +189,7 @@ def round_weights(model: PreTrainedModel, name: str) -> None:
 
 
 def roundable(model: nn.Module) -> Iterator[nn.Module]:
-    """Linear layers over floats whose forward is their class's own."""
+    """Yield linear layers over floats whose forward is that of their class."""
     for layer in model.modules():
         is_own = type(layer) in (nn.Linear, Conv1D) and replacement(layer) is None
         if is_own and type(layer.weight) is nn.Parameter and layer.weight.is_floating_point():
@@ -186,17 +197,17 @@ def roundable(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def rounding_of(model: PreTrainedModel, layer: nn.Module, name: str) -> Rounding:
-    """How a layer is rounded. The rounding of an output embedding falls on the logits unsmoothed."""
+    """Return the rounding of a layer. Output embeddings get 8 bits, since their rounding directly changes logits."""
     return ROUNDINGS["int8" if layer is model.get_output_embeddings() else name]
 
 
 def _rounder(rounding: Rounding) -> Callable[[nn.Module], Unrounded]:
-    """The weight of a linear layer, still to be rounded, as `PackedProduct` takes it."""
+    """Return a function for `PackedProduct` from a linear layer to its weight, which is still to be rounded."""
     return lambda layer: rounding(dense_weight(layer))
 
 
 def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters that were not released, and stay the same objects, in another dtype; tied ones once."""
+    """Convert the dtype of all parameters that were not released, in place; tied ones once."""
     for weight in model.parameters():
         is_released = weight.numel() > 1 and not any(weight.stride())
         if weight.is_floating_point() and weight.dtype != dtype and not is_released:
@@ -208,17 +219,18 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 
 def quantize_linears(model: PreTrainedModel, group_size: int, *, with_head: bool = False) -> int:
-    """Let every linear of a shadow whose inputs are whole groups run over 4-bit weights; how many did.
+    """Make every linear layer of a shadow whose inputs are whole groups run over 4-bit weights; return their number.
 
-    The output embedding stays as it is: its rounding falls on the logits unsmoothed, and costs a draft more agreement
-    with the target than that of all layers together (measured on zoo:tiny: 0.82 of the tokens with it, 0.91 without).
+    The output embedding is left unchanged. Its rounding directly changes the logits, and lowers the agreement of a
+    draft with the target more than that of all layers together (measured on zoo:tiny: 0.82 of the tokens agree with it,
+    0.91 without it).
 
     Args:
       model: a shadow; its layers are changed in place.
-      group_size: inputs that share a scale and a zero point.
-      with_head: quantise the output embedding too; it reads less where the vocabulary is most of the model.
+      group_size: number of inputs that share a scale and a zero point.
+      with_head: quantise the output embedding too; that reads less if the vocabulary is most of the model.
 
-    Raises: ConfigError as `quantizable`.
+    Raises: the ConfigError of `quantizable`.
     """
 
     def rounded(layer: nn.Module) -> Unrounded:
@@ -231,10 +243,10 @@ def quantize_linears(model: PreTrainedModel, group_size: int, *, with_head: bool
 
 
 def quantizable(model: PreTrainedModel, group_size: int, *, with_head: bool = False) -> list[nn.Module]:
-    """The linears that `quantize_linears` would change.
+    """Return the linear layers that `quantize_linears` would change.
 
-    Raises: ConfigError for another group size than those of `GROUP_SIZES`, a model that is not on the CPU, or no linear
-      with whole groups.
+    Raises: ConfigError for a group size outside `GROUP_SIZES`, a model that is not on the CPU, or a model without a
+      linear layer of whole groups.
     """
     if group_size not in GROUP_SIZES:
         raise ConfigError(f"quantization_group_size is {group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}")
@@ -245,8 +257,8 @@ def quantizable(model: PreTrainedModel, group_size: int, *, with_head: bool = Fa
     layers = [layer for layer in _linears(model) if layer is not head and _num_inputs(layer) % group_size == 0]
     if not layers:
         raise ConfigError(
-            f"no linear of {type(model).__name__} has inputs in groups of {group_size}; try a smaller "
-            "quantization_group_size, or another method"
+            f"no linear layer of {type(model).__name__} has a number of inputs divisible by {group_size}; try a "
+            "smaller quantization_group_size, or another method"
         )
     return layers
 
@@ -257,7 +269,7 @@ def _num_inputs(layer: nn.Module) -> int:
 
 
 def _linears(model: nn.Module) -> Iterator[nn.Module]:
-    """Linears over floats, of models' own classes too (Falcon's), whose forward is their class's, or packed."""
+    """Yield linear layers over floats, including models' own classes (Falcon's), that are unchanged or packed."""
     for layer in model.modules():
         is_own = isinstance(replacement(layer), (PackedLinear, type(None)))
         if is_own and (has_plain_weight(layer) or isinstance(layer, Conv1D)):

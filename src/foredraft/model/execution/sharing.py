@@ -1,5 +1,8 @@
-"""What layers share: their input, such as query, key and value, or gate and up, seen in a forward; and weights, such as
-those of tied embeddings, whose rows are read from the output embedding once that is packed."""
+"""Detection of shared inputs and weights.
+
+Layers that share an input (query, key and value; gate and up) are found in a forward pass. Layers that share a weight
+are tied embeddings, for example; their rows are read from the output embedding once it is packed.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from foredraft.native import memory
 
 
 def groups(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The given linear layers in the order of their calls, those together that can be one product.
+    """Group the given linear layers in the order of their calls; each group can run as one product.
 
-    These are layers that a forward of two tokens calls once each and with the very same tensor, alike in their number
-    of inputs, dtype, class and having a bias or not, and at the same place but for one name in their paths: the
-    matrices of an adapter do not mix with those that it adapts, and so can be switched by themselves. Layers that the
-    forward does not call, such as experts, come alone.
+    A forward pass over two tokens calls every layer of a group once, with the same input tensor. The layers have equal
+    class, dtype and number of inputs, and all or none have a bias. Their paths differ in one name only, so matrices of
+    an adapter are not mixed with those that it adapts, and can be switched separately. A layer that the forward pass
+    does not call, such as an expert, is a group of its own.
     """
     calls = _calls(model, layers)
     paths = {module: path.split(".") for path, module in model.named_modules()}
@@ -44,19 +47,19 @@ def groups(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[list[nn.
 
 
 def _are_side_by_side(path: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two paths differ in one name: a.q.base, a.k.base."""
+    """Return whether two paths differ in exactly one name: a.q.base, a.k.base."""
     return len(path) == len(other) and sum(map(operator.ne, path, other)) == 1
 
 
 def _kind(layer: nn.Module) -> Any:
-    """What layers of one product have in common."""
+    """Key that layers of one product share."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     return type(layer), weight.dtype, weight.shape[0 if isinstance(layer, Conv1D) else 1], layer.bias is None
 
 
 @torch.inference_mode()
 def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Module, list[torch.Tensor]]:
-    """The inputs of every layer in one forward; nothing for a model that does not run by itself."""
+    """Return the inputs of every layer in one forward pass; empty for a model that does not run by itself."""
     calls: dict[nn.Module, list[torch.Tensor]] = {}
 
     def see(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -66,7 +69,7 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
     try:
         with unmultiplied(layers):
             model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-    except Exception:  # whatever a model's code raises: whether it can be decoded is for the probe to say
+    except Exception:  # any error of the model's code; the probe reports whether the model can be decoded
         return {}
     finally:
         for handle in handles:
@@ -76,7 +79,7 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
 
 @contextmanager
 def unmultiplied(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Let linear layers give zeros inside, so that weights are not read."""
+    """Make linear layers return zeros inside the block, so that no weights are read."""
 
     def zeros(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
@@ -88,7 +91,7 @@ def unmultiplied(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def shared_storages(model: nn.Module) -> set[int]:
-    """Addresses of weights that more than one module uses, such as tied embeddings."""
+    """Return the addresses of weights that more than one module uses, such as tied embeddings."""
     owners = Counter(
         parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
     )
@@ -96,14 +99,14 @@ def shared_storages(model: nn.Module) -> set[int]:
 
 
 def move_out(model: nn.Module, released: Iterable[torch.Tensor]) -> None:
-    """Copy what stays of a model that was mapped from a file, so that the file can be unmapped.
+    """Copy the remaining weights of a model out of the file that they are mapped from, so that it can be unmapped.
 
-    Weights that are read from a file refer to all of it: a single norm would keep in memory what was released. Where
-    more stays than goes, all of it does.
+    A weight mapped from a file keeps the whole file in memory; a single norm would keep all released weights. If more
+    bytes remain than are released, nothing is copied.
 
     Args:
-      model: what shares memory in it still does afterwards, and parameters stay the same objects.
-      released: weights of it that go.
+      model: the model. Tensors that share memory still do afterwards, and parameters remain the same objects.
+      released: its weights that will be freed.
     """
     leaving = {id(weight): weight.nbytes for weight in released}
     staying: dict[tuple[object, ...], list[torch.Tensor]] = {}
@@ -118,12 +121,12 @@ def move_out(model: nn.Module, released: Iterable[torch.Tensor]) -> None:
 
 
 def _is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that torch did not allocate. Quantised weights have none of their own."""
+    """Return whether a tensor lies in memory that torch did not allocate. False for quantised weights."""
     return type(tensor) in (nn.Parameter, torch.Tensor) and not tensor.untyped_storage().resizable()
 
 
 def tied_embedding(model: PreTrainedModel) -> Any:
-    """The input embedding, where its weight is the output embedding's and no other's, and it gives rows alone."""
+    """Return the input embedding if its weight is shared with the output embedding only, and it only looks up rows."""
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(output) is not nn.Linear or not gives_rows(embedding) or output.weight is not embedding.weight:
         return None
@@ -132,17 +135,17 @@ def tied_embedding(model: PreTrainedModel) -> Any:
 
 
 def gives_rows(embedding: Any) -> bool:
-    """Whether an input embedding looks rows up in its weight, and does nothing else."""
+    """Return whether an input embedding looks up rows of its weight and does nothing else."""
     return type(embedding) is nn.Embedding and embedding.max_norm is None and replacement(embedding) is None
 
 
 def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> memory.PageReleaser:
-    """Move what stays when the weights of layers go out of the file that it is mapped from.
+    """Move the weights that remain out of the mapped file before the weights of these layers are released.
 
     Args:
-      tied: the embedding that goes with the output embedding; None for one that stays.
+      tied: input embedding that is released together with the output embedding; None to keep it.
 
-    Returns: the weights of these layers that go: those that no other module reads.
+    Returns: a releaser of the weights of these layers that no other module uses.
     """
     given = set() if tied is None else {tied.weight.data_ptr()}
     shared = shared_storages(model) - given
@@ -153,13 +156,13 @@ def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -
 
 
 def read_rows(model: PreTrainedModel, embedding: nn.Module) -> None:
-    """Let an input embedding read the rows of the output embedding, where this has been packed."""
+    """Make an input embedding read the rows of the packed output embedding; without effect if that is not packed."""
     output = packed_output(model)
     if output is not None:
         replace_forward(embedding, PackedRows(output))
 
 
 def packed_output(model: PreTrainedModel) -> PackedLinear | None:
-    """The packed output embedding, if it has a product of its own."""
+    """Return the packed output embedding if it has its own product; None otherwise."""
     forward = replacement(model.get_output_embeddings())
     return forward if isinstance(forward, PackedLinear) and len(forward.product.layers) == 1 else None

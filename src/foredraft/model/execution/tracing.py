@@ -1,8 +1,8 @@
-"""A decoder layer as a graph of torch's operators.
+"""Decoder layers traced as graphs of torch operators.
 
-A layer is traced once with its weights, the products of its linear layers and its number of nodes as inputs, so that
-all layers of one build, and every number of nodes, rows and columns, run the same graph. Attention and products stay
-calls.
+A layer is traced once, with its weights, the products of its linear layers and its number of nodes as inputs. All
+layers of one build, and every number of nodes, rows and columns, therefore share a graph. Attention and products
+remain calls.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from foredraft.model.execution.stored_programs import stored
 from foredraft.model.sublayers import LeftOut
 
 one_trace_at_a_time = threading.RLock()
-"""While torch traces or compiles, functions of its own are replaced for all threads."""
+"""Lock for tracing and compiling, during which torch replaces some of its functions for all threads."""
 
 
 class Tracer:
     """Traces one layer.
 
     Args:
-      layer: of a shadow; its modules are restored.
-      call: how it is called.
+      layer: layer of a shadow; its modules are restored afterwards.
+      call: recorded call of the layer.
     """
 
     def __init__(self, layer: nn.Module, call: LayerCall) -> None:
@@ -53,10 +53,10 @@ class Tracer:
         every = linears(layer)
         self._linears = [linear for linear in every if not isinstance(replacement(linear), LeftOut)]
         self.runners: list[Callable[[torch.Tensor], torch.Tensor]] = []
-        self.in_tuple: int | None = None  # how long the tuple is that the traced layer returned
+        self.in_tuple: int | None = None  # length of the tuple that the traced layer returned
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.sizes: list[int] = []
-        self.parts: dict[nn.Module, tuple[int, int, int]] = {}  # product, and where its part begins and ends
+        self.parts: dict[nn.Module, tuple[int, int, int]] = {}  # product, first and end column of the layer's part
         self._find_products()
         held = {id(parameter) for linear in every for parameter in linear.parameters()}
         self.tensors = [
@@ -83,12 +83,12 @@ class Tracer:
     def trace(
         self, decompositions: Any = None, num_nodes: int = NODES_HINT
     ) -> tuple[fx.Graph, dict[fx.Node, Source], Any]:
-        """The whole layer as one graph, the sources of its inputs, and torch's fake mode of their shapes.
+        """Return the whole layer as one graph, the sources of its inputs, and torch's fake mode with their shapes.
 
         Args:
-          decompositions: what operators are made of, for those that are to be taken apart.
-          num_nodes: that what comes of the graph is laid out for; it takes any.
-        Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
+          decompositions: table of operators to replace by simpler ones, with their replacements; None for none.
+          num_nodes: number of nodes to optimise for; the graph accepts any number.
+        Raises: NotTraceableError, and any error of the model's code while it is traced.
         """
         self._shared = {}
         options = {"num_nodes": num_nodes, "decompositions": decompositions}
@@ -97,15 +97,15 @@ class Tracer:
         graph = module.graph
         graph.eliminate_dead_code()
         if any(node.op == "get_attr" for node in graph.nodes):
-            raise NotTraceableError("it holds constants, or changes its attention mask")
+            raise NotTraceableError("a layer contains constants, or changes its attention mask")
         sources += [("input", index) for index in range(len(self._call.inputs))]
         given = [node for node in graph.nodes if node.op == "placeholder"]
         return graph, dict(zip(given, sources, strict=True)), mode
 
     def program(self) -> Program:
-        """The layer as a native program.
+        """Return the layer as a native program.
 
-        Raises: NotTraceableError where it cannot be one.
+        Raises: NotTraceableError if that is not possible.
         """
         graph, source_of, _ = self.trace()
         (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
@@ -114,7 +114,7 @@ class Tracer:
         return program
 
     def _fake_inputs(self, mode: Any, nodes: Any) -> list[torch.Tensor]:
-        """What the layer is given, as stand-ins."""
+        """Return fake tensors for the inputs of the layer."""
         found = []
         for place, dim in zip(self._call.inputs, self._call.node_dims, strict=True):
             tensor = value_at(self._call.args, self._call.kwargs, place)
@@ -127,7 +127,7 @@ class Tracer:
         return found
 
     def _run(self, nodes: Any, numbers: Any, tensors: Any, inputs: Any) -> torch.Tensor:
-        """The layer over stand-ins."""
+        """Run the layer over fake tensors."""
         call = self._call
         args, kwargs = list(call.args), dict(call.kwargs)
         for place, tensor in zip(call.inputs, inputs, strict=True):
@@ -143,7 +143,7 @@ class Tracer:
 
         def attend(_: Any, query: Any, key: Any, value: Any, given: Any, **__: Any) -> torch.Tensor:
             if not written or key is not written[0] or value is not written[1] or given is not mask:
-                raise NotTraceableError("its attention takes other keys, values or masks than those that it was given")
+                raise NotTraceableError("its attention changes the keys, values or masks of the cache")
             written.clear()
             return attention(query, key, value)  # type: ignore[no-any-return]
 
@@ -156,7 +156,7 @@ class Tracer:
         self.in_tuple = len(output) if isinstance(output, tuple) else None
         states, *others = output if isinstance(output, tuple) else (output,)
         if any(other is not None for other in others):
-            raise NotTraceableError("it returns more than its hidden states")
+            raise NotTraceableError("a layer returns more than its hidden states")
         return states  # type: ignore[no-any-return]
 
     def _stand_in(self, linear: nn.Module, numbers: Sequence[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -173,10 +173,11 @@ class Tracer:
 
 
 def build_of(layer: nn.Module, tracer: Tracer) -> Any:
-    """What layers with the same graph have in common: classes, plain attributes, shapes, and which linears share what.
+    """Return a key that layers with the same graph share: classes, plain attributes, shapes, and shared inputs of
+    linears.
 
-    A layer's own number makes no difference. Configs count by what they say, products by what they multiply in too:
-    a recorded call has buffers of that dtype.
+    The index of a layer is not part of it. Configs are compared by their contents. Products are compared by their dtype
+    too, because a recorded call has buffers of that dtype.
     """
     parts: list[Any] = [
         tuple(
@@ -199,13 +200,15 @@ def traced(
     num_nodes: int = NODES_HINT,
     decompositions: Any = None,
 ) -> tuple[fx.GraphModule, list[Source], Any]:
-    """A function as a graph of torch's operators, over tensors without values.
+    """Trace a function as a graph of torch operators, over fake tensors.
 
     Args:
-      run: of the number of nodes, the numbers of products, what lies in the places, and other tensors.
-      others: makes these, of torch's fake mode and the number of nodes.
-      num_nodes, decompositions: as of `Tracer.trace`.
-    Returns: with the sources of its inputs, but for the others, which come last, and torch's fake mode.
+      run: function of the number of nodes, the numbers of products, the tensors in the places, and other tensors.
+      places: tensors of the model that become inputs.
+      num_products: number of products.
+      others: function that makes the other tensors from torch's fake mode and the number of nodes.
+      num_nodes, decompositions: arguments of `Tracer.trace`.
+    Returns: the graph, the sources of its inputs except the other tensors, which come last, and torch's fake mode.
     """
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -216,13 +219,13 @@ def traced(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # one node is no case of its own
+        fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # no special case for one node
     ):
         shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
 
         def number(place: int) -> Any:
-            """A whole number that the graph takes as an input."""
+            """Return a symbolic integer that is an input of the graph."""
             source, hint = ConstantSource(f"foredraft_{place}"), num_nodes + place
             symbol = shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
             return shapes.create_symintnode(symbol, hint=hint)
@@ -238,7 +241,7 @@ def traced(
 
 @contextmanager
 def _unsaid() -> Iterator[None]:
-    """Keep torch from printing the errors of a trace, which are raised, and answered by running modules instead."""
+    """Suppress torch's log of errors while tracing. They are raised anyway, and modules then run instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addFilter(_nothing)
     try:
@@ -252,7 +255,7 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def part_of(nodes: Iterable[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """Nodes of a graph as a graph of their own, over those that are given; it returns a tuple."""
+    """Copy nodes of a graph into a new graph whose inputs are the given nodes; it returns a tuple."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in given:
         copies[node] = graph.placeholder(node.name)
@@ -270,7 +273,7 @@ def _out_features(linear: nn.Module) -> int:
 
 @contextmanager
 def held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let modules hold these tensors inside."""
+    """Replace the tensors in these places inside the block."""
     holders = [module._parameters if name in module._parameters else module._buffers for module, name in places]
     before = [holder[name] for holder, (_, name) in zip(holders, places, strict=True)]
     for holder, (_, name), tensor in zip(holders, places, tensors, strict=True):
@@ -283,7 +286,7 @@ def held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor
 
 
 Place = tuple[nn.Module, str]
-"""A tensor of a model: the module that holds it, and its name there."""
+"""A tensor of a model: the module that owns it, and its name in the module."""
 
 
 @dataclass(frozen=True)
@@ -291,12 +294,13 @@ class LayerProgram:
     """A decoder layer as a program.
 
     Args:
-      key: structure of the layer; layers with the same one share the program.
-      tensors, runners: where it finds its weights and its products, by number.
-      module: of a shadow.
-      call: how the model calls it.
-      cache_index: of its keys and values; None without attention.
-      scaling: of its scores; None for 1/sqrt(D).
+      key: structure of the layer; layers of the same structure share the program.
+      program: program that all layers of the same build share.
+      tensors, runners: its weights and its products, by number.
+      module: layer of a shadow.
+      call: recorded call of the layer.
+      cache_index: index of its keys and values in the cache; None without attention.
+      scaling: factor of the attention scores; None for 1/sqrt(D).
     """
 
     key: Any
@@ -310,17 +314,17 @@ class LayerProgram:
 
 
 def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerProgram:
-    """A layer, or a copy of it that was changed, as a program.
+    """Return a layer, or a changed copy of it, as a program.
 
     Args:
-      recording: of the calls of the layers.
-    Raises: NotTraceableError where it cannot be one, and whatever the code of a model raises.
+      recording: recording of the calls of all layers.
+    Raises: NotTraceableError if that is not possible, and any error of the model's code.
     """
     if reason := what_changed(layer):
         raise NotTraceableError(reason)
     call, attention = recording.calls[index], recording.attention[index]
     if attention is not None and not is_plain({"dropout": 0.0, **attention[1]}):
-        raise NotTraceableError("its attention is more than masked sums")
+        raise NotTraceableError("its attention is more than masked sums (a soft cap, sinks or a bias)")
     tracer = Tracer(layer, call)
     key = build_of(layer, tracer), layout_of(call)
     program = _programs.get(key)
@@ -328,11 +332,11 @@ def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerPr
         program = _programs[key] = stored(("layer", key), Program.from_dict) or tracer.program()
     attends = program.heads is not None
     if attends and attention is None:
-        raise NotTraceableError("its attention was not seen")
+        raise NotTraceableError("the attention of a layer was not recorded")
     cache_index = recording.cache_index[index] if attends else None
     scaling = attention[1].get("scaling") if attention is not None and attends else None
     return LayerProgram(key, program, tracer.tensors, tracer.runners, layer, call, cache_index, scaling)
 
 
 _programs: dict[Any, Program] = {}
-"""Of layers, by their build."""
+"""Programs of layers, by their build."""
