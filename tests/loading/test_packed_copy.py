@@ -253,7 +253,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, caplog: pytest.LogCaptur
         load_model(MODELS["llama"](), cache_packed=True)
     with caplog.at_level(logging.WARNING, "foredraft"):
         LLM(folder, cache_packed=True, dtype="float64", execution="auto")
-    assert caplog.messages == [f"no packed copy of {folder} is kept: nothing of it is packed"]
+    assert caplog.messages == [f"no packed copy of {folder} is kept: none of its layers is packed"]
     assert not cache.exists()
 
 
