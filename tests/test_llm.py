@@ -15,11 +15,13 @@ import torch
 import foredraft
 from foredraft import LLM, SamplingParams, StructuredOutputs, speculate
 from foredraft.cli.writers import summary
+from foredraft.config.acceptance import MATCH
+from foredraft.config.engine import Promise
 from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.engine.stats import StepClock, StepSeconds
 from foredraft.errors import ConfigError, ContextLengthError, EngineBusyError, PromptError
-from foredraft.loading.info import dtype_note
+from foredraft.loading.info import dtype_note, load_line, output_words
 from foredraft.prompts.prompts import spellings
 from foredraft.testing import toy_model
 from tiny import tiny
@@ -482,8 +484,14 @@ def test_arguments_that_change_nothing_are_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "ending"),
     [
-        (None, "plain decoding (no speculative_config was given)"),
-        ("draft_model", "method draft_model with zoo:tiny (draft), 0.7 M"),
+        (None, "none"),
+        ("draft_model", "draft_model · output: same tokens as plain decoding up to rounding"),
+        ("ngram>draft_model", "ngram > draft_model · output: same tokens as plain decoding up to rounding"),
+        ({"method": "auto"}, "suffix + draft_model + eagle3 · output: same tokens as plain decoding up to rounding"),
+        (
+            {"method": "ngram", "rejection_sample_method": "block"},
+            "ngram · output: same distribution as plain decoding",
+        ),
     ],
     ids=str,
 )
@@ -493,12 +501,26 @@ def test_one_line_says_what_was_loaded_and_how_it_decodes(
     """An LLM once decoded plainly, and in another dtype than the checkpoint's, without a word about it."""
     with caplog.at_level("INFO", "foredraft"):
         LLM("zoo:tiny", config, dtype="float32", execution="eager")
-    (line,) = caplog.messages
+    assert caplog.messages == ["loading zoo:tiny ...", f"zoo:tiny · float32 · drafting: {ending}"]
+    caplog.clear()
+    with caplog.at_level("DEBUG", "foredraft"):
+        LLM("zoo:tiny", config, dtype="float32", execution="eager")
     start = "zoo:tiny: 5.5 M parameters, float32 (as requested; the checkpoint is bfloat16), eager, "
-    promise = (
-        "" if "plain" in ending else "; near-ties: same tokens as plain decoding except for near-ties (it runs eagerly)"
+    assert caplog.messages[-1].startswith(start), "details are logged at DEBUG"
+
+
+def test_the_load_line_says_that_bits_are_kept_where_they_are() -> None:
+    info = LLM("zoo:tiny", execution="eager").model_info
+    smollm2 = replace(info, name="zoo:smollm2", dtype="bfloat16", quantization="int8", kv_cache_dtype="int8")
+    output = output_words(MATCH, Promise("native"))
+    assert load_line(smollm2, ["suffix", "eagle3"], output) == (
+        "SmolLM2-135M-Instruct · bfloat16, int8 weights, keys and values in int8 · drafting: suffix + eagle3 · output: "
+        "bit-identical to plain decoding"
     )
-    assert line == f"{start}{ending}{promise}"
+    assert output_words(TYPICAL, Promise("native")) == "lossy (typical acceptance)"
+    assert load_line(
+        replace(info, name="/models/Qwen/", device="cuda:0", dtype="float16", kv_cache_dtype="float16")
+    ) == ("Qwen · float16 on cuda:0 · drafting: none")
 
 
 def test_results_name_the_promise_that_holds() -> None:
@@ -516,9 +538,9 @@ def test_results_name_the_promise_that_holds() -> None:
         ("float32", "float32", False, ""),
         ("float32", None, False, ""),
         ("float32", "float16", True, "as requested; the checkpoint is float16"),
-        ("float32", "float16", False, "a float16 checkpoint, which foredraft computes in float32 on CPUs"),
-        ("float32", "bfloat16", False, "a bfloat16 checkpoint, and this CPU has no bfloat16 arithmetic"),
-        ("bfloat16", "float32", False, "a float32 checkpoint; dtype='float32' keeps it"),
+        ("float32", "float16", False, "the checkpoint is float16, which is computed in float32 on CPUs"),
+        ("float32", "bfloat16", False, "the checkpoint is bfloat16, and this CPU has no bfloat16 arithmetic"),
+        ("bfloat16", "float32", False, "the checkpoint is float32; dtype='float32' keeps it"),
     ],
 )
 def test_a_changed_dtype_says_why(used: str, stored: str | None, is_chosen: bool, note: str) -> None:
@@ -561,13 +583,13 @@ def test_where_nothing_was_drafted_no_speed_is_claimed() -> None:
     assert output.metrics.governor["estimated_speedup"] is None
     said = summary([output])
     assert "nothing was drafted" in said
-    assert "times the speed" not in said
-    assert "tokens accepted" not in said
+    assert "x plain" not in said
+    assert "accepted" not in said
     (output,) = llm.generate([[1, 2, 3] * 6], replace(biased, max_tokens=40))
     assert output.metrics.speculative_decoding["num_spec_steps"] > 0
     said = summary([output])
-    assert "times the speed of plain decoding" in said
-    assert "verified draft tokens accepted" in said
+    assert "x plain (" in said
+    assert "% of drafts accepted)" in said
 
 
 @pytest.mark.usefixtures("_governed", "_fixed_clock")

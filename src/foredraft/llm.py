@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +37,7 @@ from foredraft.loading.info import (
     announce_defaults,
     announce_notes,
     describe,
+    drafter_titles,
     eos_token_ids,
     read_generation_config,
     sampling_defaults,
@@ -50,7 +52,7 @@ from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.execution import check_kind
 from foredraft.model.execution.rounding import check_quantization, check_weights
-from foredraft.progress import progress_bar
+from foredraft.progress import progress_bar, stage
 from foredraft.prompts.prompts import Prompts, chat_prompt, conversations_of, read_params, read_prompts, seeded
 from foredraft.structured.grammars import Grammars
 
@@ -165,6 +167,8 @@ class LLM:
         profile = None if profile_file is None else Profile.load(profile_file)
         check_parts(drafts)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
+        if not isinstance(model, PreTrainedModel):
+            stage(f"loading {os.fspath(model)}")
         loaded = load_model(
             model,
             dtype=dtype,
@@ -178,6 +182,7 @@ class LLM:
             cache_packed=cache_packed,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
+        stage(f"preparing and testing {loaded.name}", logging.DEBUG)
         self.target = adapter_of(loaded, execution, kv_cache_dtype)
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(
@@ -199,14 +204,17 @@ class LLM:
         self._seed = seed
         self._lock = forking.lock()
         self.logs_low_gain = True
+        if drafts.is_speculative:
+            stage(f"loading the drafters of {loaded.name}", logging.DEBUG)
         self._speculate(drafts)
         title = None if speculative_config is None else self.drafting.config.drafters_title
-        kept = self.promise if drafts.is_speculative and drafts.rule.keeps_tokens else None
         announce(
             self.model_info,
             title,
             loaded,
-            kept,
+            self.promise if drafts.is_speculative else None,
+            rule=drafts.rule,
+            drafters=drafter_titles(self.drafting.config),
             drafter=self.drafting.info,
             heads=self.drafting.heads,
             is_dtype_chosen=dtype != "auto",

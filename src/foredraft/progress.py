@@ -1,7 +1,8 @@
-"""Progress bars on standard error."""
+"""Progress bars on standard error, and log records about what is being loaded."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -18,18 +19,25 @@ from rich.progress import (
 )
 
 SECONDS_PER_LINE = 10.0
-"""Seconds between lines of progress if there is no terminal."""
+"""Seconds between lines of progress without a terminal."""
 
 Watch = Callable[[str, int, int], None]
-"""Callback for progress: what is running, how much of it is done, and the total."""
+"""Called with the name of what is running, the part done, and the total."""
+
+logger = logging.getLogger("foredraft")
+
+
+def stage(what: str, level: int = logging.INFO) -> None:
+    """Log the start of work that may take seconds. The command line shows these records as its status."""
+    logger.log(level, "%s ...", what, extra={"is_stage": True})
 
 
 @contextmanager
 def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar during the block; yields a function of the numbers of finished prompts and generated tokens.
+    """Show a bar while the block runs. Its function takes the numbers of finished prompts and generated tokens.
 
     Args:
-      shown: True to show the bar. None shows it for more than one prompt if standard error is a terminal.
+      shown: None shows the bar for several prompts on a terminal.
     """
     console = Console(stderr=True)
     if not (console.is_terminal and num_prompts > 1 if shown is None else shown):
@@ -49,10 +57,10 @@ def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Cal
 
 @contextmanager
 def stages(say: Callable[[str], None] | None = None) -> Iterator[Watch]:
-    """Show on standard error what is running and how long it will take, if standard error is a terminal.
+    """Show on a terminal what is running and the remaining time.
 
     Args:
-      say: function that receives a line now and then if there is no terminal; without it, nothing is shown then.
+      say: called with a line every `SECONDS_PER_LINE` seconds without a terminal; None shows nothing there.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -73,7 +81,7 @@ def stages(say: Callable[[str], None] | None = None) -> Iterator[Watch]:
                 for task in tasks.values():
                     bar.update(task, visible=False)
                 tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+            bar.update(tasks[what], completed=done, total=max(done, total))  # a resumed search may have more
 
         yield watch
 
@@ -86,7 +94,7 @@ def _lines(say: Callable[[str], None]) -> Watch:
         nonlocal latest
         now = perf_counter()
         if what != latest[0] or now - latest[1] > SECONDS_PER_LINE:
-            say(f"{(now - started) / 60:.1f} min: {what}, {done} of {total}")
+            say(f"{(now - started) / 60:.1f} min: {what}, {done} of {max(done, total)}")
             latest = what, now
 
     return watch
@@ -94,7 +102,7 @@ def _lines(say: Callable[[str], None]) -> Watch:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of `transformers`, which small files do not need. The user's setting is restored."""
+    """Hide progress bars of `transformers`, and restore the user's setting afterwards."""
     from transformers.utils import logging
 
     is_shown = logging.is_progress_bar_enabled()

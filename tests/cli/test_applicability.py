@@ -77,5 +77,5 @@ def test_info_tells_which_methods_apply(as_json: bool, tmp_path: Any) -> None:
         assert methods["layer_skip"]["applies"] is False
         assert "layer_set" in methods["layer_skip"]["reason"]
     else:
-        assert "methods that apply: " in result.stdout
+        assert "methods that work with this model: " in result.stdout
         assert "not draft_model" in result.stdout

@@ -157,6 +157,7 @@ def test_piped_output_is_the_answers_and_nothing_else() -> None:
     assert result.exit_code == 0
     assert result.stdout == "".join(turn.text + "\n" for turn in turns)
     assert "num fed tokens" in result.stderr
+    assert result.stderr.count(" tok/s") == len(QUESTIONS), "the closing line of every answer"
 
 
 def test_commands() -> None:
@@ -167,7 +168,7 @@ def test_commands() -> None:
     answers = result.stdout.splitlines()
     assert len(answers) == 2
     assert answers[0] == answers[1]
-    for said in ("seed 7", "identical: ", "method ngram, up to 10 tokens ahead", "is empty", "/method [NAME]"):
+    for said in ("seed 7", "identical: ", "method ngram, drafts of up to 10 tokens", "is empty", "/method [NAME]"):
         assert said in result.stderr
 
 
@@ -187,7 +188,7 @@ def test_what_is_refused_shows_in_the_exit_code() -> None:
 
 def test_a_cut_answer_says_so() -> None:
     result = chat("Tell me a story about a lion.", options=("--max-new-tokens", "2"))
-    assert "cut off after 2 tokens" in result.stderr
+    assert "stopped at the limit of 2 tokens" in result.stderr
 
 
 def test_two_slashes_are_one() -> None:

@@ -60,8 +60,11 @@ def test_piped_output_is_the_text_and_nothing_else(plain: LLM) -> None:
     expected = [output.outputs[0].text for output in plain.generate([STORY, "A lion"], params)]
     assert result.exit_code == 0
     assert result.stdout == "".join(text + "\n" for text in expected)
-    assert "tokens per step" in result.stderr
-    assert re.search(r"\d+ of \d+ verified draft tokens accepted", result.stderr)
+    number = r"\d+\.\d+"
+    drafts = rf"( · {number}x plain)? \({number} tokens per step, \d+ % of drafts accepted\)"
+    assert re.search(rf"^24 tokens · {number} tok/s{drafts}$", result.stderr, re.MULTILINE), result.stderr
+    assert "verified draft tokens" not in result.stderr
+    assert "verified draft tokens accepted" in run("generate", STORY, *SHORT, "--stats").stderr
 
 
 def test_json_is_one_object_per_prompt_in_order(plain: LLM) -> None:
@@ -71,7 +74,7 @@ def test_json_is_one_object_per_prompt_in_order(plain: LLM) -> None:
     outputs = plain.generate(prompts, SamplingParams(temperature=1, seed=5, max_tokens=12))
     assert [line["prompt"] for line in lines] == prompts
     assert [line["token_ids"] for line in lines] == [list(output.outputs[0].token_ids) for output in outputs]
-    assert result.stderr.startswith("foredraft: zoo:tiny: 5.5 M parameters, float32")
+    assert result.stderr.startswith("foredraft: zoo:tiny · float32 · drafting: draft_model · output: ")
     assert result.stderr.count("\n") == 1
     for line, output in zip(lines, outputs, strict=True):
         assert set(line) == {
@@ -262,7 +265,7 @@ def test_help_flows_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch
     """Lines of docstrings, which are longer than a terminal, were broken once more after a word or two."""
     monkeypatch.setenv("COLUMNS", "80")
     for verb in ("generate", "verify", "bench", "tune", "tune tree", "datastore build"):
-        shown = [line.strip() for line in run(*verb.split(), "--help").stdout.partition("╭")[0].splitlines()]
+        shown = [line.strip() for line in run(*verb.split(), "--help").stdout.partition(":\n")[0].splitlines()[:-1]]
         short = [line for line, after in pairwise(shown) if line and after and len(line) + len(after.split()[0]) < 70]
         assert short == [], verb
 
@@ -284,7 +287,7 @@ def test_info_tells_what_a_model_is_and_costs() -> None:
     assert report["drafter"]["cost"] > 0
     text = run("info", "zoo:tiny", "--repeats", "1", "--context", "16", "--method", "ngram").stdout
     assert "T(k)/T(1)" in text
-    assert "probe: errors relative to plain forwards" in text
+    assert "test on loading: errors relative to plain forward passes" in text
     assert "zoo:tiny" in text
 
 

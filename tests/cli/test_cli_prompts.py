@@ -181,8 +181,8 @@ def test_the_trajectory_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Fine.", "stop", 2, ""),
         ("", "stop", 1, "ended the text before its first word"),
         ("\n", "stop", 2, "ended the text before its first word"),
-        ("Once", "length", 4, "cut off after 4 tokens; --max-new-tokens allows more"),
-        ("Once", "length", 3, "cut off after 3 tokens; the context of the model is full"),
+        ("Once", "length", 4, "stopped at the limit of 4 tokens; raise it with --max-new-tokens"),
+        ("Once", "length", 3, "stopped after 3 tokens: the context of the model is full"),
     ],
 )
 def test_how_a_text_ended_is_said(text: str, reason: str, num_tokens: int, said: str) -> None:

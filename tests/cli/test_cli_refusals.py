@@ -42,8 +42,8 @@ def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatc
     [
         (["nonsense"], "nonsense"),
         (["generate"], "there is no prompt"),
-        (["generate", "", *TINY], "prompt 0 is empty: '' says nothing to go on with; give some text"),
-        (["generate", "a", " \n", *TINY], r"prompt 1 is empty: ' \n' says nothing"),
+        (["generate", "", *TINY], "prompt 0 is empty: ''; give some text"),
+        (["generate", "a", " \n", *TINY], r"prompt 1 is empty: ' \n'; give"),
         (["generate", "a\udc80", *TINY], "prompt 0 is not valid Unicode"),
         (["generate", "--prompts-file", "FILE", *TINY], "FILE, line 1 contains True; token ids are whole numbers"),
         (["generate", "a", "--prompts-file", "/no/file", *TINY], "'/no/file' cannot be read: No such file"),
@@ -68,7 +68,10 @@ def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatc
         (["generate", "a", *TINY, "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
         (["generate", "a", "--no-such-option"], "--no-such-option"),
         (["generate", "a", "--chat", "--raw", *TINY], "leave one out"),
-        (["generate", "a", "--out", "OUT", "--json", "--trace", "OUT", *TINY], "--json, --trace: not with --out"),
+        (
+            ["generate", "a", "--out", "OUT", "--json", "--trace", "OUT", *TINY],
+            "--json, --trace: cannot be used with --out",
+        ),
         (
             ["generate", "a", "--out", "OUT", "--replicas", "1", "--ray-address", "ray://head:10001", *TINY],
             "Ray Client",
@@ -78,15 +81,15 @@ def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatc
         (["trajectory", "", *TINY], "prompt 0 is empty"),
         (["trajectory", "a", "--html", "/no/file.html", *TINY], "/no/file.html cannot be written"),
         (["trajectory", "a", "--jsonl", "FOLDER", *TINY], "FOLDER cannot be written"),
-        (["info", "zoo:tiny", *TINY], "is named twice"),
-        (["info", "--keys", "ngram"], "--keys loads no model"),
+        (["info", "zoo:tiny", *TINY], "is given twice"),
+        (["info", "--keys", "ngram"], "--keys needs no model"),
         (["demo", "", *TINY], "prompt 0 is empty"),
         (["demo", "--svg", "/no/file.svg", *TINY], "/no/file.svg cannot be written"),
         (["demo", "--svg", "demo.png"], "name it "),
         (["demo", "--max-new-tokens", "1"], "max-new-tokens"),
         (["tune", "tre"], "No such command 'tre'"),
-        (["tune", "zoo:tiny", "--model", "zoo:tiny"], "named twice"),
-        (["tune", "-m", "zoo:tiny", "zoo:tiny"], "named twice"),
+        (["tune", "zoo:tiny", "--model", "zoo:tiny"], "given twice"),
+        (["tune", "-m", "zoo:tiny", "zoo:tiny"], "given twice"),
         (["tune", *TINY, "--out", "/no/folder/a.json"], "cannot be written"),
         (["tune", *TINY, "-o", "OUT", "--methods", "nothing"], "not known"),
         (["tune", *TINY, "-o", "OUT", "--methods", "none"], "always part of the comparison"),
@@ -187,8 +190,8 @@ def test_a_place_is_written_to_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
 # -- standard streams ------------------------------------------------------------------------------------------------
 
 LOST = (
-    "foredraft: ConfigError: standard output cannot be written (No space left on device), so what was to follow is "
-    "lost; make room, or send it elsewhere\n"
+    "foredraft: error: standard output cannot be written (No space left on device), so further output is lost; make "
+    "room, or redirect it\n"
 )
 TEXT = ["generate", "Once upon a time", *SHORT]
 needs_full = pytest.mark.skipif(not FULL.is_char_device(), reason="there is no /dev/full")
@@ -224,9 +227,7 @@ def test_a_closed_standard_output_is_a_refusal_at_once(line: str) -> None:
     """The code was 0, and the text was lost."""
     done = called(line.split(), closed=1)
     assert done.returncode == 2
-    assert done.stderr == (
-        "foredraft: ConfigError: standard output is closed; give it a place, /dev/null for instance\n"
-    )
+    assert done.stderr == ("foredraft: error: standard output is closed; redirect it, for example to /dev/null\n")
 
 
 @needs_full

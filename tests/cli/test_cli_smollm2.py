@@ -35,8 +35,10 @@ def plain() -> LLM:
 def test_a_question_is_answered(plain: LLM) -> None:
     result = run("generate", QUESTION, *SHORT)
     assert "Paris" in result.stdout
-    assert result.stderr.startswith("foredraft: zoo:smollm2: 134.5 M parameters, ")
-    assert "method suffix+eagle3 with the head zoo:smollm2, eagle3 (included); " in result.stderr
+    assert result.stderr.startswith(
+        "foredraft: loading zoo:smollm2 ...\nforedraft: SmolLM2-135M-Instruct · bfloat16 · "
+    )
+    assert " · drafting: suffix + eagle3 · output: " in result.stderr
     answer = record("generate", QUESTION, *SHORT)
     params = SamplingParams(temperature=0, max_tokens=16)
     (expected,) = plain.chat([{"role": "user", "content": QUESTION}], params)

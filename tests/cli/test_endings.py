@@ -296,7 +296,7 @@ def test_a_choice_is_told_where_it_cannot_be_written(form: list[str], tmp_path: 
     assert result.exit_code == 2
     assert "tuned.json cannot be written" in result.stderr
     assert "written to" not in result.stdout
-    assert '"out": null' in result.stdout if form else "speed by plain decoding" in result.stdout
+    assert '"out": null' in result.stdout if form else "speed relative to plain decoding" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -54,7 +54,7 @@ def test_a_file_of_something_else_is_not_touched(prompts: Path, tmp_path: Path, 
     out.write_text(content)
     refused = run(prompts, out)
     assert refused.exit_code == 2
-    assert "line 1, is a result of something else" in refused.output
+    assert "line 1, is a result of another job" in refused.output
     assert out.read_text() == content
 
 
@@ -63,7 +63,7 @@ def test_what_is_no_file_is_refused(prompts: Path, out: str) -> None:
     """Results are read again to go on: ``/dev/full`` was read for ever, until the memory was full."""
     refused = run(prompts, Path(out))
     assert refused.exit_code == 2
-    assert f"{out} is no regular file" in refused.output
+    assert f"{out} is not a regular file" in refused.output
 
 
 def test_a_disk_that_is_full_is_told_and_a_later_run_goes_on(
@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_is_told_and_a_later_run_goes_on(
         stopped = run(prompts, out)
     assert stopped.exit_code == 2
     assert "No space left on device" in stopped.output
-    assert "holds 3 of 8" in stopped.output
+    assert "contains 3 of 8" in stopped.output
     assert run(prompts, out).exit_code == 0
     assert out.read_bytes() == whole.read_bytes()
 

@@ -59,7 +59,7 @@ def test_missing_kernels_have_a_remedy(
     assert kernels["remedy"].startswith(remedy)
     if instructions is not None:
         assert "install the wheel for this platform" in kernels["remedy"]
-        assert kernels["why"].endswith("of precompiled ones: this installation has none")
+        assert kernels["why"].endswith("precompiled kernels: this installation has none")
     assert report["promise"]["kind"] == "near-ties"
     assert report["kernels_from"] is None
 
@@ -67,8 +67,8 @@ def test_missing_kernels_have_a_remedy(
 @pytest.mark.parametrize(
     ("origin", "compiler", "told"),
     [
-        ("wheel", None, "AVX2, precompiled in the wheel, which come before any compiled here"),
-        ("compiler", ["g++"], "AVX2, compiled on this machine; of precompiled ones: this installation has none"),
+        ("wheel", None, "AVX2, precompiled in the wheel"),
+        ("compiler", ["g++"], "AVX2, compiled on this machine; precompiled kernels: this installation has none"),
     ],
 )
 def test_it_is_told_where_kernels_come_from(
@@ -96,7 +96,7 @@ def test_a_missing_package_and_cache_have_a_remedy(monkeypatch: pytest.MonkeyPat
     missing = {one["what"]: one["remedy"] for one in json.loads(run("--json"))["missing"]}
     assert missing["gguf"] == "python -m pip install 'accelerate>=1.7' 'gguf>=0.17.1'"
     assert missing["ray"].endswith("'ray[serve]>=2.60' 'uvicorn>=0.34'")  # with those of the extra that it contains
-    assert missing["cache"] == "set FOREDRAFT_CACHE to a folder that can be written"
+    assert missing["cache"] == "set FOREDRAFT_CACHE to a writable folder"
     assert "ray[serve]" in run()  # not taken as markup
 
 

@@ -180,7 +180,7 @@ def test_keys_from_a_file_and_the_environment_and_a_log_that_nobody_reads_any_mo
         (["--drafting", "a=ngram", "--drafting", "a=suffix"], "the name 'a' is already served"),
         (["--method", "ngrm"], "did you mean 'ngram'?"),
         (["--max-kv-bytes", "lots"], "max_kv_bytes is 'lots'"),
-        (["--model", "other"], "give one"),
+        (["--model", "other"], "given twice"),
     ],
 )
 def test_options_that_cannot_be(

@@ -69,7 +69,7 @@ def test_prompts_become_a_head_that_drafts(tmp_path: Path) -> None:
     assert text.outputs[0].text == plain.outputs[0].text
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0
-    assert "has ended before" in again.output
+    assert "is complete" in again.output
 
 
 def test_a_dry_run_says_what_training_takes(tmp_path: Path) -> None:

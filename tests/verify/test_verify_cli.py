@@ -39,7 +39,7 @@ def test_a_table_and_a_sentence() -> None:
     result = run(*TINY, "--method", "suffix", "--budget", "2", "--num-prompts", "2")
     assert result.exit_code in (0, 4), result.stderr  # what there is no time for leaves it undecided
     assert "greedy" in result.stdout
-    assert "Promise: native" in result.stdout or "near-ties" in result.stdout
+    assert "Guarantee: native" in result.stdout or "near-ties" in result.stdout
     assert "suffix over zoo:tiny is" in " ".join(result.stdout.split())
 
 
@@ -370,8 +370,8 @@ def test_a_server_that_adds_something_is_found_out(address: str) -> None:
         (["--against", "transformers-assisted"], "needs a small model"),
         (["--against", "no_such_module:generate"], "cannot be imported"),
         (["--against", "http://127.0.0.1:1"], "does not answer"),
-        (["--model", "zoo:tiny"], "is named twice"),
-        (["--false-alarm-rate", "2"], "must be between 0 and 1"),
+        (["--model", "zoo:tiny"], "is given twice"),
+        (["--false-alarm-rate", "2"], "must lie between 0 and 1"),
     ],
 )
 def test_bad_input_is_said(arguments: list[str], said: str) -> None:

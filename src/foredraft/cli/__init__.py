@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from foredraft import __version__
+from foredraft.cli.help import HelpCommand, HelpGroup, split_docstring
 from foredraft.cli.running import notices, respell, standard_streams, tolerate_encodings
 from foredraft.ending import end_as_by_ctrl_c, ignore_signals
 
 VERBS = {
-    "generate": "Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.",
-    "chat": "Talk to a model. Answers appear as they come; between turns the cache stays, and only new text is fed.",
-    "serve": "Serve a model to clients of the OpenAI API: "
-    "chat, completions, streams with one token per chunk, metrics.",
-    "demo": "Answer the same questions plainly and speculatively, side by side; "
-    "then compare the texts, and then the speed.",
-    "info": "Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), "
-    "memory, methods, and the drafter.",
-    "bench": "Measure methods against plain decoding: interleaved on the same prompts, tokens compared first.",
-    "verify": "Judge whether a decoder says what its model says: lossless, not lossless, or undecided, and why.",
-    "report": "Write one HTML page of what was measured, judged or generated. It loads nothing from anywhere.",
-    "train": "Train a drafter for a target, and measure how many of its tokens the target takes.",
-    "quantize": "Write a model with its linear layers rounded to 8 or 4 bits, in the layout of compressed-tensors.",
-    "trajectory": "Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.",
+    "generate": "Generate text for one prompt or for many.",
+    "chat": "Talk to a model in the terminal.",
+    "serve": "Serve a model to clients of the OpenAI API.",
+    "demo": "Answer questions with and without drafting, side by side, and compare texts and speed.",
+    "info": "Show a model, the methods that work with it and their cost, or this machine.",
+    "tune": "Find the fastest method and settings for a model, this machine and your prompts.",
+    "bench": "Measure methods against plain decoding on the same prompts.",
+    "verify": "Check that a decoder's output is the output of its model.",
+    "report": "Write measurements, checks or a trace as one HTML page.",
+    "train": "Train a drafter for a model.",
+    "quantize": "Write a model with its linear layers rounded to 8 or 4 bits.",
     "datastore": "Build and search the corpora that method rest drafts from.",
-    "tune": "Find the best method and settings for a model, this machine and your prompts, and say why.",
+    "trajectory": "Show the iterations of Jacobi decoding behind an output.",
 }
-"""Beginnings of their help, for the list of them. Each stands in the file of its name, as ``app`` or by that name."""
+"""First lines of the verbs' help, for the list of verbs. Each verb is in the file of its name, as ``app`` or under that
+name."""
+
+GROUPS = {
+    "Use": ("generate", "chat", "serve"),
+    "Choose": ("demo", "info", "tune", "bench"),
+    "Check": ("verify", "report"),
+    "Make": ("train", "quantize", "datastore"),
+    "Study": ("trajectory",),
+}
+"""Verbs by purpose."""
 
 
-class VerbGroup(TyperGroup):
-    """All verbs. Each is imported when it is looked up, and the help of the group needs none of them."""
+class VerbGroup(HelpGroup):
+    """All verbs. Each is imported when it is looked up; the help of the group imports none of them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -46,15 +54,25 @@ class VerbGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in VERBS and self._lists:
-            return TyperCommand(cmd_name, help=VERBS[cmd_name])
+            panel = next(title for title, names in GROUPS.items() if cmd_name in names)
+            return HelpCommand(cmd_name, help=VERBS[cmd_name], rich_help_panel=panel)
         if cmd_name in VERBS and self.commands[cmd_name] is None:
             self.commands[cmd_name] = _load(cmd_name)
         return super().get_command(ctx, cmd_name)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        with self._listing():
+            super().format_help(ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with self._listing():
+            return super().parse_args(ctx, args)
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
         self._lists = True
         try:
-            super().format_help(ctx, formatter)
+            yield
         finally:
             self._lists = False
 
@@ -66,14 +84,21 @@ def _load(name: str) -> Any:
     if verb is None:
         verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         verb.command(name)(getattr(module, name))
-    _unwrap(verb)
+    _describe(verb)
     return typer.main.get_command(verb)
 
+
+EXAMPLES = """\
+foredraft chat
+foredraft generate "Why is the sky blue?" --model zoo:smollm2
+foredraft serve --model path/to/model
+foredraft generate --help"""
 
 app = typer.Typer(
     name="foredraft",
     cls=VerbGroup,
-    help="Lossless, batched speculative decoding for unmodified Hugging Face causal language models.",
+    help="Faster decoding of Hugging Face language models by drafting ahead, with unchanged output.",
+    epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -81,16 +106,14 @@ app = typer.Typer(
 )
 
 
-def _unwrap(verbs: typer.Typer) -> None:
-    """Let the help of every verb flow at the width of the terminal: its docstring is wrapped for the source."""
-    told: list[Any] = [*verbs.registered_commands]
-    if verbs.registered_callback is not None:
-        told.append(verbs.registered_callback)
-    for verb in told:
-        verb.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(verb.callback) or "") or None
-    for group in verbs.registered_groups:
-        if group.typer_instance is not None:
-            _unwrap(group.typer_instance)
+def _describe(verbs: typer.Typer) -> None:
+    """Take description and examples of every verb from its docstring."""
+    for verb in verbs.registered_commands:
+        verb.cls = HelpCommand
+        verb.help, verb.epilog = split_docstring(inspect.getdoc(verb.callback) or "")
+    group = verbs.registered_callback
+    if group is not None:
+        group.help, group.epilog = split_docstring(inspect.getdoc(group.callback) or "")
 
 
 def _version(shown: bool) -> None:

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from foredraft.cli.help import DRAFTING, OUTPUT, SAMPLING
 from foredraft.cli.options import Target, TargetOptions, takes_groups
 from foredraft.cli.running import (
     EXIT_DIFFERS,
     EXIT_INTERRUPTED,
     choose_model,
     exit_codes,
+    hide_loading,
     hide_progress_of_loading,
     put_json,
     say,
+    show_loading,
     writing,
 )
 from foredraft.config.speculative import SpeculativeConfig
@@ -38,28 +41,36 @@ _QUICK = {"num_prompts": 2, "max_new_tokens": 16}
 
 @dataclass(frozen=True)
 class BenchOptions(TargetOptions):
-    """Methods, prompts, and the place of the results."""
+    """Methods, prompts and destination of the results."""
 
     model: Target = None
     methods: Annotated[
         str,
         typer.Option(
             metavar="NAME,NAME,...|all",
-            help="Methods to compare, by comma; a+b and a>b combine, JSON gives settings, all takes every method that "
-            "applies.",
+            rich_help_panel=DRAFTING,
+            help="Methods to compare, separated by commas. a+b and a>b combine methods; JSON gives settings; all takes "
+            "every method that works with the model.",
         ),
     ] = "all"
-    draft_model: Annotated[str | None, typer.Option(help="The drafter; a zoo model may bring its own.")] = None
-    threads: Annotated[int | None, typer.Option(help="Threads; torch's own choice by default.", min=1)] = None
-    num_prompts: Annotated[int, typer.Option(help="Prompts, of the kinds in turn.", min=1)] = 9
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 48
-    repeats: Annotated[int, typer.Option(help="Rounds of A B B A per prompt.", min=1)] = 1
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", rich_help_panel=DRAFTING, help="Smaller model for drafting. Zoo models have one."
+        ),
+    ] = None
+    threads: Annotated[int | None, typer.Option(help="Threads. Default: torch decides.", min=1)] = None
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts, of all kinds in turn.", min=1)] = 9
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=2)] = 48
+    repeats: Annotated[int, typer.Option(help="Repetitions per prompt.", min=1)] = 1
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
             "--num-speculative-tokens",
             "-k",
-            help="Draft tokens of foredraft's own drafters; by default those of their methods.",
+            metavar="K",
+            rich_help_panel=DRAFTING,
+            help="Longest draft in tokens. Default: the method's.",
             min=1,
         ),
     ] = None
@@ -67,37 +78,52 @@ class BenchOptions(TargetOptions):
         bool | None,
         typer.Option(
             "--stop-at-eos/--ignore-eos",
-            help="End where the model ends, or at the budget; by default at the budget for a toy alone.",
+            hidden=True,
+            help="End with the model, or at --max-new-tokens. Default: with the model, except for toys.",
         ),
     ] = None
     prompts_file: Annotated[
         Path | None,
         typer.Option(
-            help="Spec-Bench's question.jsonl, JSONL with prompt or text, or .txt; by default the built-in prompts."
+            metavar="FILE", help="Spec-Bench's question.jsonl, other JSONL, or .txt. Default: built-in prompts."
         ),
     ] = None
     kinds: Annotated[
         str | None,
-        typer.Option(help="Kinds of prompts, by comma; again is a question asked again."),
+        typer.Option(metavar="KIND,...", help="Kinds of prompts to use; again: a repeated question."),
     ] = None
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
-    top_p: Annotated[float, typer.Option(help="1 is off.", min=0.0, max=1.0)] = 1.0
+    temperature: Annotated[float, typer.Option(rich_help_panel=SAMPLING, help="0 is greedy.", min=0.0)] = 0.0
+    top_p: Annotated[float, typer.Option(hidden=True, rich_help_panel=SAMPLING, help="1 is off.", min=0.0, max=1.0)] = (
+        1.0
+    )
     exactness: Annotated[
-        str, typer.Option(help="relaxed lets drafts exceed 64 nodes, and near-ties differ from plain decoding.")
+        str,
+        typer.Option(
+            metavar="default|relaxed",
+            hidden=True,
+            rich_help_panel=DRAFTING,
+            help="relaxed: allow drafts of more than 64 tokens. Tokens of nearly equal probability may then differ "
+            "from plain decoding.",
+        ),
     ] = "default"
     save_config: Annotated[
         Path | None,
-        typer.Option(help="Write the recommended config here, for --speculative-config @FILE."),
+        typer.Option(
+            metavar="FILE", rich_help_panel=OUTPUT, help="Write the best config, for --speculative-config @FILE."
+        ),
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0)] = 0
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Everything once and small, in minutes; no figures to quote.")
+    seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING, help="Seed of sampling.", min=0)] = 0
+    quick: Annotated[bool, typer.Option("--quick", help="Small and fast, to try it; the figures mean little.")] = False
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="Write all results and conditions to this file."),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the results as JSON instead of tables.")
     ] = False
-    output: Annotated[Path | None, typer.Option(help="Write all results, with their conditions, to this file.")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="The same on standard output instead of tables.")] = False
 
     def settings(self, *, is_toy: bool) -> MethodsSettings:
-        """Settings of the comparison. A toy goes on at the end of its text by default."""
+        """Settings of the comparison. Toy models do not end their output by default."""
         from foredraft.bench.methods import MethodsSettings
         from foredraft.bench.trial import Sampling
 
@@ -116,19 +142,26 @@ class BenchOptions(TargetOptions):
 
 @takes_groups
 def bench(options: BenchOptions) -> None:
-    """Measure methods against plain decoding: interleaved on the same prompts, tokens compared first.
+    """Measure methods against plain decoding on the same prompts.
 
-    At the end stands the speculative config to use, as JSON.
+    Tokens are compared first; methods whose output differs get no speed. The last line is the best speculative config
+    as JSON.
 
-    Exit codes: 0 done, 2 refused, 3 outputs differ (then their speed is not shown), 130 interrupted (partial
-    results are kept).
+    Exit codes: 0 done, 2 refused, 3 outputs differ, 130 interrupted (partial results are kept).
+
+    Examples:
+      foredraft bench --quick
+      foredraft bench --model path/to/model --methods suffix,ngram
     """
+    with exit_codes():
+        model = options.model or _default_model()
+        show_loading(model)
     from foredraft.bench.report import Report
 
     report = Report(Console(highlight=False, quiet=options.as_json), options.output, say)
     try:
         with exit_codes():
-            code = _measure(options, report)
+            code = _measure(options, model, report)
     finally:
         if options.as_json and report.results:
             with finishing():
@@ -137,17 +170,17 @@ def bench(options: BenchOptions) -> None:
         raise typer.Exit(code)
 
 
-def _measure(options: BenchOptions, report: Report) -> int:
-    """Fill the report, which is kept as it grows, and return the exit code."""
-    import torch
-
+def _measure(options: BenchOptions, model: str, report: Report) -> int:
+    """Measure, write the report as it grows, and return the exit code."""
     for file in (options.output, options.save_config):
         if file is not None:
             with writing(file):
                 file.parent.mkdir(parents=True, exist_ok=True)
             check_place(file)
-    model = options.model or _default_model()
-    threads = options.threads or (1 if options.quick else None)  # several would wait longer than they compute
+    import torch
+
+    hide_loading()  # a progress bar is next
+    threads = options.threads or (1 if options.quick else None)  # several threads would mostly wait for each other
     if threads is not None:
         torch.set_num_threads(threads)
     hide_progress_of_loading()
@@ -156,7 +189,7 @@ def _measure(options: BenchOptions, report: Report) -> int:
 
 
 def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
-    """Compare, show and keep; when interrupted, whatever the prompts so far have shown."""
+    """Compare methods, print and write the results. An interrupt keeps the results so far."""
     from foredraft.bench.candidates import read_candidates
     from foredraft.bench.methods import Methods
     from foredraft.bench.outcome import advise, by_kind
@@ -190,7 +223,7 @@ def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         if not latest:
-            Console(stderr=True).print("interrupted before the first prompt was done: nothing was measured")
+            Console(stderr=True).print("interrupted before the first prompt was done; nothing was measured")
             return code
     report.show_conditions()
     show(report.console, latest[0].shown(model, notes))
@@ -202,7 +235,7 @@ def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
 
 
 def model_notes(model: str, methods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The zoo's notes on the figures that methods reach with a model.
+    """Notes of the zoo on the figures of methods with a model.
 
     Args:
       methods: speculative configs.
@@ -217,7 +250,7 @@ def model_notes(model: str, methods: Iterable[Mapping[str, Any]]) -> tuple[str, 
 
 
 def _default_model() -> str:
-    """The best model available; the user is told which."""
+    """Name of the best model available, which is announced."""
     from foredraft import zoo
 
     chosen = choose_model(None)
@@ -226,7 +259,7 @@ def _default_model() -> str:
 
 
 def _dtype(target: CausalLM) -> str:
-    """The dtype of the arithmetic, and of weights, keys and values that are not in it."""
+    """Precision of the arithmetic, and of weights, keys and values if they differ."""
     weights = [] if target.quantization is None else [f"{target.quantization} weights"]
     cells = [] if target.kv_dtype is None else [f"{str(target.kv_dtype).removeprefix('torch.')} keys and values"]
     return ", ".join([str(target.dtype).removeprefix("torch."), *weights, *cells])

@@ -1,4 +1,4 @@
-"""``foredraft chat``: a conversation in the terminal, or line by line through a pipe."""
+"""``foredraft chat``: a conversation in a terminal, or one message per line of standard input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from rich.console import Console
 from rich.text import Text
 
 from foredraft.beginnings import shared_length
+from foredraft.cli.help import LIMITS, OUTPUT
 from foredraft.cli.options import AsJson, DraftingOptions, Loading, ModelChoice, SamplingOptions, takes_groups
-from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, exit_codes, load_llm, put_json
-from foredraft.cli.writers import as_record, write_segments
+from foredraft.cli.running import (
+    EXIT_DIFFERS,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    exit_codes,
+    load_llm,
+    put_json,
+    show_loading,
+)
+from foredraft.cli.writers import as_record, closing, write_segments
 from foredraft.config.keywords import did_you_mean
 from foredraft.config.sampling import UnsetInt
 from foredraft.engine.frontend import StreamOutput
-from foredraft.errors import ConfigError, ForedraftError, described
+from foredraft.errors import ConfigError, ForedraftError, told
 from foredraft.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
@@ -28,15 +37,15 @@ if TYPE_CHECKING:
 
 
 ANSWER_TOKENS = 256
-KEPT_PREFIXES = 2  # this conversation, and the one before a /reset
+KEPT_PREFIXES = 2  # this conversation and the one before a /reset
 HELP = {
-    "/method [NAME]": "draft in another way (also JSON, @file); none is plain",
-    "/plain": "give the last answer again by plain decoding, and compare",
+    "/method [NAME]": "change the method of drafting (also JSON, @file); none: plain decoding",
+    "/plain": "repeat the last answer by plain decoding, and compare",
     "/stats": "counters of this chat",
-    "/seed [N]": "draw answers with this seed; random draws a new one each time",
+    "/seed [N]": "sample answers with this seed; random: a new seed for every answer",
     "/reset": "forget the conversation",
-    "/help": "this list; a message that begins with / is written with //",
-    "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer, not the chat",
+    "/help": "this list; write // for a message that begins with /",
+    "/quit": "end the chat, like Ctrl-D; Ctrl-C ends only the answer",
 }
 
 
@@ -45,25 +54,36 @@ def chat(
     *,
     model: ModelChoice,
     drafting: DraftingOptions,
-    system: Annotated[str | None, typer.Option(help="First message, for templates that know one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message. Not every chat template supports it.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Budget of every answer; by default the model's, else {ANSWER_TOKENS}.")
+        int | None, typer.Option(min=1, help=f"Most tokens per answer. Default: the model's, else {ANSWER_TOKENS}.")
     ] = None,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"],
-    max_model_len: Annotated[int | None, typer.Option(help="Limit of the conversation in tokens.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(rich_help_panel=LIMITS, help="Most tokens of the conversation.")
+    ] = None,
     loading: Loading,
     as_json: AsJson = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", rich_help_panel=OUTPUT, help="Explain the speed of every answer.")
+    ] = False,
 ) -> None:
-    """Talk to a model. Answers appear as they come; between turns the cache stays, and only new text is fed.
+    """Talk to a model in the terminal.
 
-    Lines starting with / are commands, /help lists them. Piped, every line is a message, and standard output carries
-    the answers and nothing else.
+    Lines that start with / are commands; /help lists them. Without a terminal, every line of standard input is a
+    message, and standard output has the answers only.
+
+    Examples:
+      foredraft chat
+      foredraft chat --model path/to/model --temperature 0.7
+      echo "Tell me a joke." | foredraft chat
     """
     with exit_codes():
-        from foredraft.cli.conversation import Conversation
-
         params = sampling.params(max_tokens=UnsetInt(ANSWER_TOKENS) if max_new_tokens is None else max_new_tokens)
         name = model.chosen()
+        show_loading(name)
+        from foredraft.cli.conversation import Conversation
+
         llm = load_llm(
             name,
             drafting.config(loading.profile_file),
@@ -71,24 +91,28 @@ def chat(
             **vars(loading),
             max_model_len=max_model_len,
             num_cached_prefixes=KEPT_PREFIXES,
-            prefill_chunk_size=MOST_NODES,  # read by the kernels of steps, so that answers need not be read again
+            prefill_chunk_size=MOST_NODES,  # prompts then use the kernels of steps, so answers stay in the cache
         )
+        llm.logs_low_gain = stats
         screen = JsonScreen() if as_json else Screen()
-        code = Chat(Conversation(llm, params.filled(llm.sampling_defaults), system), screen).run()
+        conversation = Conversation(llm, params.filled(llm.sampling_defaults), system)
+        code = Chat(conversation, screen, shows_details=stats).run()
     if code:
         raise typer.Exit(code)
 
 
 class Chat:
-    """Reads lines, and acts on them.
+    """Reads messages and commands, and runs them.
 
     Args:
-      screen: where lines come from and answers go.
+      screen: source of lines and destination of answers.
+      shows_details: explain the speed of every answer.
     """
 
-    def __init__(self, conversation: Conversation, screen: Screen) -> None:
+    def __init__(self, conversation: Conversation, screen: Screen, *, shows_details: bool = False) -> None:
         self.conversation = conversation
         self.screen = screen
+        self._shows_details = shows_details
         self._code = 0
         self._commands: dict[str, Callable[[str], None]] = {
             "/method": self._method,
@@ -100,7 +124,7 @@ class Chat:
         }
 
     def run(self) -> int:
-        """Until the end of input or /quit; the exit code, which is 0 on a terminal whatever was mistyped."""
+        """Run until the end of input or /quit, and return the exit code, which is always 0 on a terminal."""
         self.screen.greet()
         for line in self.screen.lines():
             if line.split()[:1] in (["/quit"], ["/exit"]):
@@ -113,7 +137,7 @@ class Chat:
             except KeyboardInterrupt:
                 if not self.screen.is_interactive:
                     raise
-                self.screen.say("(broken off; the question is dropped)")
+                self.screen.say("(interrupted; the question is dropped)")
         return 0 if self.screen.is_interactive else self._code
 
     def _fail(self, code: int) -> None:
@@ -127,7 +151,7 @@ class Chat:
         command = self._commands.get(name)
         if command is None:
             hint = did_you_mean(name, [*self._commands, "/quit"], shown=str)
-            raise ConfigError(f"there is no command {name}; {hint} A message that begins with / is written with //")
+            raise ConfigError(f"there is no command {name}; {hint} Write // for a message that begins with /")
         command(argument.strip())
 
     def _ask(self, text: str) -> None:
@@ -135,6 +159,7 @@ class Chat:
             turn = self.conversation.ask(text, self.screen.put, stop)
         self.screen.finish(turn)
         self.screen.say(_ending(turn, self.conversation))
+        self.screen.note("\n".join(closing([turn.output], is_sampled=False, shows_details=self._shows_details)))
 
     # -- commands ----------------------------------------------------------------------------------------------
 
@@ -142,7 +167,7 @@ class Chat:
         if argument:
             self.conversation.use(argument)
         config = self.conversation.llm.speculative_config
-        drafted = f", up to {config.num_speculative_tokens} tokens ahead" if config.is_speculative else ""
+        drafted = f", drafts of up to {config.num_speculative_tokens} tokens" if config.is_speculative else ""
         self.screen.say(f"method {self.conversation.method}{drafted}")
 
     def _plain(self, _: str) -> None:
@@ -160,7 +185,7 @@ class Chat:
         else:
             self._fail(EXIT_DIFFERS)
             same = shared_length(turn.token_ids, last.token_ids)
-            self.screen.say(f"different from token {same} on; {_why_different(self.conversation)}")
+            self.screen.say(f"different from token {same} on: {_why_different(self.conversation)}")
 
     def _stats(self, _: str) -> None:
         from foredraft.cli.conversation import totals
@@ -193,24 +218,24 @@ class Chat:
 
 
 def _ending(turn: ChatTurn, conversation: Conversation) -> str:
-    """A note on how an answer ended; empty when the model ended it."""
+    """Note on the end of an answer; empty if the model ended it."""
     if turn.is_stopped:
         return "(stopped)" if turn.text else "(stopped before the first word; the question is dropped)"
     if turn.output.outputs[0].finish_reason != "length":
         return ""
     limit = conversation.max_length
     if limit is not None and conversation.num_tokens >= limit:
-        return f"(cut off: the conversation fills the context of {limit} tokens; /reset starts a new one)"
-    return f"(cut off after {len(turn.token_ids)} tokens; --max-new-tokens allows more)"
+        return f"(stopped: the conversation fills the context of {limit} tokens; /reset starts a new one)"
+    return f"(stopped at the limit of {len(turn.token_ids)} tokens; raise it with --max-new-tokens)"
 
 
 def _why_different(conversation: Conversation) -> str:
     config = conversation.llm.speculative_config
     if not config.rule.is_lossless:
-        return f"{config.rejection_sample_method!r} changes the distribution, 'match' keeps that and the tokens"
+        return f"rule {config.rejection_sample_method!r} is lossy; rule 'match' keeps the tokens of plain decoding"
     if not config.rule.keeps_tokens:
-        return f"{config.rejection_sample_method!r} keeps the distribution and not the tokens, 'match' keeps both"
-    return "in half precision near-ties may fall differently: try --dtype float32"
+        return f"rule {config.rejection_sample_method!r} keeps the distribution only; rule 'match' keeps the tokens too"
+    return "two tokens may be so close that rounding decides between them; --dtype float32 makes this rare"
 
 
 def _whole(argument: str) -> int:
@@ -229,7 +254,7 @@ def _steps(turn: ChatTurn) -> int:
 
 
 class Screen:
-    """Standard input and output, on a terminal or not; in a pipe, everything but answers goes to standard error."""
+    """Standard input and output. Without a terminal, standard output has the answers only."""
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -243,7 +268,7 @@ class Screen:
             self.say("/help lists the commands")
 
     def lines(self) -> Iterator[str]:
-        """Lines with something in them, to the end of input."""
+        """Lines of input that are not empty."""
         while True:
             try:
                 line = input("> ") if self.is_interactive else sys.stdin.readline()
@@ -262,7 +287,7 @@ class Screen:
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
-        """While an answer is given: whether the user wants it to end. A second Ctrl-C breaks off a step that hangs."""
+        """Context of an answer. Its function returns whether Ctrl-C was pressed; a second Ctrl-C interrupts at once."""
         if not self.is_interactive:
             yield lambda: False
             return
@@ -289,32 +314,39 @@ class Screen:
         self._console.file.flush()
 
     def say(self, text: str) -> None:
-        """Write something that is not an answer."""
+        """Write a message that is not an answer."""
         if text:
             self._notices.print(Text(text, "dim"))
+
+    def note(self, text: str) -> None:
+        """Write the closing line of an answer."""
+        self.say(text)
 
     def table(self, values: dict[str, Any]) -> None:
         """Write named values."""
         self.say("\n".join(f"{name.replace('_', ' '):<22} {_shown(value)}" for name, value in values.items()))
 
     def complain(self, error: ForedraftError) -> None:
-        """Write what was refused."""
-        self._notices.print(Text(described(error), "red"))
+        """Write the message of an error."""
+        self._notices.print(Text(told(error), "red"))
 
 
 class JsonScreen(Screen):
-    """One JSON object per answer, and per /stats; everything else goes to standard error."""
+    """One JSON object per answer and per /stats. Other messages go to standard error."""
 
     def __init__(self) -> None:
         super().__init__()
         self._notices = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def put(self, delta: StreamOutput) -> None:
-        """Answers are written whole."""
+        """Write nothing: answers are written whole."""
 
     def finish(self, turn: ChatTurn, **facts: Any) -> None:
         record = as_record(turn.output, turn.message)
         put_json({**record, "num_cached_tokens": turn.output.num_cached_tokens, "method": turn.method, **facts})
+
+    def note(self, text: str) -> None:
+        """Write nothing: the JSON object has the counts."""
 
     def table(self, values: dict[str, Any]) -> None:
         put_json({"stats": values})

@@ -1,4 +1,4 @@
-"""The search behind ``foredraft tune``: its options, and what it found, as data and for people."""
+"""Search of ``foredraft tune``: options, and its result as data and as text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli.help import DRAFTING, LIMITS, SAMPLING
 from foredraft.cli.options import Target, TargetOptions
-from foredraft.cli.running import choose_model, load_llm
+from foredraft.cli.running import choose_model, load_llm, show_loading
 from foredraft.config.written import by_comma
 from foredraft.progress import Watch
 
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
     from foredraft.tune.tuning import Tuning
 
 USUAL = ("ngram", "suffix", "draft_model", "eagle3", "token_recycling", "suffix+eagle3")
-"""Methods that are tried where none is named: those that gain somewhere without a search of their own
-(docs/drafting_length.md has their figures), the simplest first."""
+"""Methods to try by default, the simplest first: those that gain without a search of their own
+(docs/drafting_length.md has their figures)."""
 
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class ChoosingOptions(TargetOptions):
-    """For what model, machine and prompts the best method is wanted."""
+    """Model and prompts of the search, and its limits."""
 
     model: Target = None
     prompts_file: Annotated[
@@ -43,55 +44,65 @@ class ChoosingOptions(TargetOptions):
             "--prompts-file",
             "--prompts",
             metavar="FILE",
-            help="Prompts like those to come: JSONL or .txt; by default built-in ones of nine kinds.",
+            help="Typical prompts: JSONL or .txt. Default: built-in ones of nine kinds.",
         ),
     ] = None
-    kinds: Annotated[str | None, typer.Option(help="Of these prompts, by comma.")] = None
-    num_prompts: Annotated[int, typer.Option(help="Most of them, of the kinds in turn.", min=2)] = 27
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
+    kinds: Annotated[str | None, typer.Option(metavar="KIND,...", hidden=True, help="Kinds of prompts to use.")] = None
+    num_prompts: Annotated[int, typer.Option(help="Most prompts, of all kinds in turn.", min=2)] = 27
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=4)] = 64
     methods: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,NAME,...|all",
             show_default=False,
-            help=f"What is tried, the simplest first; {', '.join(USUAL)} by default, as far as they apply.",
+            rich_help_panel=DRAFTING,
+            help=f"Methods to try. Default: {', '.join(USUAL)}, as far as they work with the model.",
         ),
     ] = None
-    draft_model: Annotated[str | None, typer.Option(help="For methods that draft with a model or a head.")] = None
-    batch_size: Annotated[int, typer.Option(help="Rows that will be decoded together.", min=1)] = 1
-    temperature: Annotated[float, typer.Option(help="At which the texts are written; 0 is greedy.", min=0.0)] = 0.0
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", rich_help_panel=DRAFTING, help="Smaller model or head for methods that need one."
+        ),
+    ] = None
+    batch_size: Annotated[int, typer.Option(help="Sequences that are decoded together.", min=1)] = 1
+    temperature: Annotated[float, typer.Option(rich_help_panel=SAMPLING, help="0 is greedy.", min=0.0)] = 0.0
     stop_at_eos: Annotated[
         bool,
-        typer.Option("--stop-at-eos/--ignore-eos", help="End where the model ends, or at --max-new-tokens."),
+        typer.Option("--stop-at-eos/--ignore-eos", hidden=True, help="End with the model, or at --max-new-tokens."),
     ] = True
     budget: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="For decoding, planned by the measured costs; loading and measuring these are not counted.",
+            rich_help_panel=LIMITS,
+            help="Time for decoding, without loading and measuring costs.",
             min=1,
         ),
     ] = 120.0
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure costs anew; else those of an earlier run on this machine hold.")
+        bool, typer.Option("--fresh", hidden=True, help="Measure costs again instead of using those of an earlier run.")
     ] = False
-    seed: Annotated[int, typer.Option(help="Of sampled texts, and of the resampling behind intervals.", min=0)] = 0
+    seed: Annotated[
+        int, typer.Option(hidden=True, rich_help_panel=SAMPLING, help="Seed of sampling and of intervals.", min=0)
+    ] = 0
 
 
 def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, dict[str, Any]]:
-    """Decode, count, price and choose; what was found, what has found it, and what is to be known about it.
+    """Search; return the choice, the search, and details for the report.
 
     Raises: ConfigError, CheckpointError, UnsupportedModelError.
     """
+    model = choose_model(options.model)
+    show_loading(model)
     from foredraft.bench.candidates import read_candidates
     from foredraft.bench.provenance import conditions
     from foredraft.bench.workload import read_questions
     from foredraft.config.sampling import SamplingParams
     from foredraft.tune.tuning import Tuning
 
-    model = choose_model(options.model)
     candidates = read_candidates(options.methods or ",".join(USUAL), options.draft_model, None)
-    questions = read_questions(options.prompts_file)  # refused before a model is loaded
+    questions = read_questions(options.prompts_file)  # before a model is loaded
     llm = load_llm(model, None, **options.loading())
     tuning = Tuning(llm, candidates, options.budget, say)
     tuning.measure(is_fresh=options.fresh)
@@ -127,21 +138,21 @@ def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[PromptLine]
     context = llm.target.context_length
     kinds = None if options.kinds is None else by_comma(options.kinds)
     if kinds and AGAIN in kinds:
-        raise ConfigError(f"--kinds names {AGAIN!r}, which bench makes by decoding; put such conversations into a file")
+        raise ConfigError(f"--kinds contains {AGAIN!r}, which only bench supports; put such conversations into a file")
     room = None if context is None else context - options.max_new_tokens
     found = prompts_of_kinds(llm.tokenizer, questions, kinds, room, lambda ids: ids)
     return list(islice(found, number))
 
 
 def show_choice(choice: Choice, details: dict[str, Any], out: Path | None) -> None:
-    """The choice for people, what to do last.
+    """Print the choice and the next command.
 
     Args:
-      out: the file that it was written to, if it could be.
+      out: file of the result; None if it could not be written.
     """
     console = Console(highlight=False)
     rows = "" if choice.num_rows == 1 else f", {choice.num_rows} rows"
-    table = Table(title=f"speed by plain decoding, {details['num_prompts']} prompts{rows}")
+    table = Table(title=f"speed relative to plain decoding, {details['num_prompts']} prompts{rows}")
     for column in ("method", "x plain", "tokens per step", "step cost"):
         table.add_column(column, justify="left" if column == "method" else "right")
     compared = choice.as_dict()["compared"]
@@ -156,15 +167,15 @@ def show_choice(choice: Choice, details: dict[str, Any], out: Path | None) -> No
     if len(compared) > _SHOWN:
         console.print(f"{len(compared) - _SHOWN} slower settings {'are not shown' if out is None else f'are in {out}'}")
     for name, reason in details["not_applicable"].items():
-        console.print(f"not {name}: {reason}", markup=False, style="dim")
+        console.print(f"without {name}: {reason}", markup=False, style="dim")
     if details["left_out"]:
-        console.print(f"no time was left for {', '.join(details['left_out'])}; raise --budget", markup=False)
+        console.print(f"not tried for lack of time: {', '.join(details['left_out'])}; raise --budget", markup=False)
     if not details["costs_are_steady"]:
-        console.print("the machine was busy while forwards were timed: run it again, or --fresh on an idle machine")
+        console.print("the machine was busy during the timing: run it again with --fresh on an idle machine")
     if details["is_interrupted"]:
-        console.print("interrupted: the choice is among what was tried by then")
+        console.print("interrupted: the choice is among the methods tried so far")
     console.print(choice.sentence(), markup=False, soft_wrap=True)
     if out is not None:
         model = f"--model {shlex.quote(details['model'])}"
-        how = f"written to {out}: foredraft generate {model} --profile-file {shlex.quote(str(out))} drafts so"
+        how = f"written to {out}; use it: foredraft generate {model} --profile-file {shlex.quote(str(out))}"
         console.print(how, markup=False, soft_wrap=True)

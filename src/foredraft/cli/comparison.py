@@ -1,4 +1,4 @@
-"""Plain beside speculative decoding: two ways that take turns over the same questions, and the outcome."""
+"""Plain and speculative decoding of the same questions in turns, and the result."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ QUESTIONS = (
     "My team lost the football match again. What should they change?",
     "What kind of music do you like to listen to in the evening?",
 )
-"""Requests to an assistant: five of eight are chat, of which nothing can be copied, and of any first few half or more;
-between them code, a correction and a summary. Not chosen for the gain."""
+"""Requests to an assistant, not chosen for their gain. Five of eight are chat, where nothing can be copied, as are half
+or more of the first n for any n. The others are code, a correction and a summary."""
 
 TOY = "zoo:tiny"
 
@@ -44,8 +44,8 @@ WARM_UP = (
     "pineapples, plums, pomegranates, quinces, raspberries, strawberries, blueberries, apricots, cranberries, almonds, "
     "hazelnuts, walnuts, chestnuts"
 )
-"""Asked beforehand, so that what the first prompt and the first steps load and compile is counted for neither way. Of
-more tokens than a step has nodes at most (64), since the layers of long prompts run in another way, made later."""
+"""Prompt for warming up, so that loading and compiling count for neither way. It has more than 64 tokens, because the
+layers of longer prompts run in another form, which is made when it is first needed."""
 
 TOY_QUESTIONS = (
     "Tell me a story about a lion and a mouse.",
@@ -63,13 +63,13 @@ def questions_for(model: str) -> tuple[str, ...]:
 
 @dataclass
 class Lane:
-    """One way of decoding one question, as far as it has come.
+    """State of decoding one question in one way.
 
     Args:
-      title: how the way is called.
-      pieces: text and whether it was drafted, in order.
-      seconds: spent on this lane so far, the prompt included.
-      output: set once the answer has ended.
+      title: name of the way.
+      pieces: pieces of text in order, and whether each was drafted.
+      seconds: time spent so far, with the prompt.
+      output: result; None until the answer has ended.
     """
 
     title: str
@@ -99,7 +99,7 @@ class Lane:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def advance(self, stream: Stream) -> None:
-        """Decode until there is news, or the answer has ended."""
+        """Decode until new text arrives or the answer ends."""
         start = perf_counter()
         delta = next(stream, None)
         self.seconds += perf_counter() - start
@@ -124,7 +124,7 @@ class BothAnswers:
 
     @property
     def first_difference(self) -> int | None:
-        """The first token that is not the same in both."""
+        """Index of the first token that differs; None if none does."""
         return first_difference(self.plain.token_ids, self.drafting.token_ids)
 
     @property
@@ -133,7 +133,7 @@ class BothAnswers:
 
     @property
     def speedup(self) -> float:
-        """Plain decoding's time by that of speculative decoding: of equal texts, or it means nothing."""
+        """Time of plain decoding divided by that of speculative decoding. Meaningful for equal texts only."""
         return self.plain.seconds / self.drafting.seconds
 
     def count(self, name: str) -> int:
@@ -149,10 +149,10 @@ def race(
     params: SamplingParams,
     watch: Callable[[BothAnswers], None] = lambda answer: None,
 ) -> BothAnswers:
-    """Decode a question plainly and speculatively, alternately: the way that has had less time so far goes next.
+    """Decode a question plainly and speculatively in turns. The way with less time so far is next.
 
-    So at every moment both have had the same time, and are where they would be, had each run alone for that time. Noise
-    of the machine meets both alike. What ``watch`` takes counts for neither.
+    At every moment both have had the same time, and noise of the machine affects both equally. The time of ``watch``
+    counts for neither.
 
     Args:
       llms: plain and speculative, over one target.
@@ -177,8 +177,8 @@ class DemoReport:
     """The results over all questions.
 
     Args:
-      model: what was decoded, for people.
-      llm: the speculative way.
+      model: description of the model.
+      llm: LLM of the speculative way.
     """
 
     model: str
@@ -188,12 +188,12 @@ class DemoReport:
 
     @property
     def method(self) -> str:
-        """The method of the speculative way."""
+        """Method of drafting."""
         return self.llm.speculative_config.title
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Under which texts and times came about, under the names of ``--json``."""
+        """Conditions of the measurement, with the names of ``--json``."""
         return {
             "dtype": self.llm.model_info.dtype,
             "execution": self.llm.model_info.execution,
@@ -211,12 +211,12 @@ class DemoReport:
 
     @property
     def speedups(self) -> list[float]:
-        """One per question; none when a text differs."""
+        """Speed-up of every question; empty if a text differs."""
         return [answer.speedup for answer in self.answers] if self.is_identical else []
 
     @property
     def speedup(self) -> float:
-        """Speed over all tokens and seconds, relative to plain decoding; NaN when a text differs."""
+        """Speed over all tokens and seconds relative to plain decoding; NaN if a text differs."""
         if not self.is_identical:
             return float("nan")
         return ratio(self.tokens_per_second(self.drafting), self.tokens_per_second(self.plain))
@@ -231,7 +231,7 @@ class DemoReport:
         return pooled([lane.output for lane in self.drafting if lane.output is not None])
 
     def tokens_per_second(self, lanes: Sequence[Lane]) -> float:
-        """All tokens by all the time."""
+        """All tokens divided by all seconds."""
         return ratio(sum(lane.num_tokens for lane in lanes), sum(lane.seconds for lane in lanes))
 
     @property
@@ -243,7 +243,7 @@ class DemoReport:
         return [answer.drafting for answer in self.answers]
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``. Speeds are there only when all texts are equal."""
+        """Report for ``--json``, with speeds only if all texts are equal."""
         counts = self.counts
         report: dict[str, Any] = {
             "model": self.model,

@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, its answers, and their statistics. It knows no terminal."""
+"""A conversation with a model: messages, answers and statistics, without input and output."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ChatTurn:
     """One question and its answer.
 
     Args:
-      message: what the user said.
-      method: how the answer was drafted.
+      message: message of the user.
+      method: method of drafting.
       output: prompt, tokens, text, seed and metrics.
-      is_stopped: the user ended the answer.
+      is_stopped: whether the user ended the answer.
     """
 
     message: str
@@ -49,12 +49,12 @@ class ChatTurn:
 
     @property
     def num_fed_tokens(self) -> int:
-        """Prompt tokens that were not in the cache; the last one is fed by the first step that decodes."""
+        """Prompt tokens that were not in the cache. The first decoding step reads the last one."""
         return len(self.output.prompt_token_ids) - self.output.num_cached_tokens
 
 
 def totals(turns: Sequence[ChatTurn]) -> dict[str, Any]:
-    """Counters over some answers, and the rates that follow from them; 0.0 where nothing was counted."""
+    """Counters over some answers, and their rates; 0.0 if nothing was counted."""
     outputs = [turn.output for turn in turns]
     counts = pooled(outputs)
     num_tokens = sum(len(turn.token_ids) for turn in turns)
@@ -82,24 +82,24 @@ def totals(turns: Sequence[ChatTurn]) -> dict[str, Any]:
 
 @dataclass
 class Conversation:
-    """Messages between a user and a model, through the tokenizer's chat template.
+    """Messages between a user and a model, formatted with the tokenizer's chat template.
 
-    Every turn's prompt is the whole conversation, as a new one with the same messages would have it; with
-    ``LLM(num_cached_prefixes=...)`` only the tokens that differ from what a cache still holds are fed.
+    The prompt of every turn is the whole conversation. With ``LLM(num_cached_prefixes=...)``, the model reads only the
+    tokens that are not in the cache.
 
     Args:
-      llm: answers; its tokenizer needs a chat template.
-      params: of every answer; one sample.
-      system: first message, if any.
+      llm: the model; its tokenizer needs a chat template.
+      params: sampling parameters of every answer; one sample.
+      system: system message, if any.
 
     Attributes:
       turns: answers in the conversation.
-      answered: all answers so far, those before a reset and empty ones included.
+      answered: all answers so far, including those before a reset and empty ones.
 
-    Raises: ConfigError when there is no chat template, or more than one sample per answer; PromptError when the
-      template does not take the first messages, as many take no system message.
-    Exactness: as of the LLM; `again` by plain decoding gives the same tokens under "match".
-    Randomness: by the seed of ``params``, the same for every turn; without one every answer draws and reports its own.
+    Raises: ConfigError if there is no chat template or more than one sample per answer; PromptError if the template
+      rejects the first messages. Many templates reject system messages.
+    Exactness: that of the LLM; `again` by plain decoding returns the same tokens under "match".
+    Randomness: keyed by the seed of ``params`` in every turn; without a seed, every answer draws and reports one.
     """
 
     llm: LLM
@@ -111,13 +111,13 @@ class Conversation:
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
-            raise ConfigError(f"a conversation goes on with one answer, and n is {self.params.n}; leave n at 1")
+            raise ConfigError(f"a conversation needs one sample per answer, but n is {self.params.n}; leave n at 1")
         self._llms = {self.llm.speculative_config: self.llm}
         self.reset()
         self.llm.chat_prompt([*self.messages, {"role": "user", "content": "Hello."}])
 
     def reset(self) -> None:
-        """Forget the messages; settings, counted answers and caches stay."""
+        """Remove all messages. Settings, counters and caches stay."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.turns = []
 
@@ -125,13 +125,13 @@ class Conversation:
 
     @property
     def method(self) -> str:
-        """The method of drafting answers."""
+        """Method of drafting."""
         return self.llm.speculative_config.title
 
     def use(self, config: SpeculativeLike) -> None:
-        """Draft the next answers in another way: a method's name, or anything that `LLM` takes.
+        """Change the method of drafting: a name, or any value of ``speculative_config``.
 
-        Raises: ConfigError, and what loading a drafter may raise; the old way stays.
+        Raises: ConfigError, and errors of loading a drafter. The old method stays then.
         """
         self.llm = self._llm(config)
 
@@ -145,7 +145,7 @@ class Conversation:
         return self._llms[parsed]
 
     def seed(self, seed: int | None) -> None:
-        """Draw the next answers with this seed, or each with one of its own.
+        """Set the seed of the next answers; None draws a new one for each.
 
         Raises: ConfigError for a seed out of range.
         """
@@ -153,7 +153,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the conversation, up to the end of the last answer."""
+        """Tokens of the conversation up to the end of the last answer."""
         if not self.turns:
             return 0
         last = self.turns[-1]
@@ -161,23 +161,23 @@ class Conversation:
 
     @property
     def max_length(self) -> int | None:
-        """Tokens that conversation and answer have room for."""
+        """Most tokens of the conversation; None without a limit."""
         return self.llm.engine_config.max_model_len or self.llm.target.context_length
 
     # -- answers -----------------------------------------------------------------------------------------------
 
     def ask(self, text: str, put: Put = lambda delta: None, stop: Stop = lambda: False) -> ChatTurn:
-        """Say something, and take the answer into the conversation.
+        """Send a message, and add it and its answer to the conversation.
 
         Args:
-          put: gets every piece of the answer as it comes.
-          stop: asked after every piece; True ends the answer there. An answer without any text is not taken in,
-            and neither is its question.
+          put: called with every piece of the answer.
+          stop: called after every piece; True ends the answer. Without any text, neither the answer nor the message is
+            added.
 
         Raises:
           PromptError: the message is not valid Unicode.
-          ContextLengthError: there is no room for an answer.
-          NumericsError: the model returned no usable distribution. The conversation stays as it was.
+          ContextLengthError: the context has no room for an answer.
+          NumericsError: the model returned no valid distribution. The conversation is unchanged.
         """
         check_unicode(text, "the message")
         question = {"role": "user", "content": text}
@@ -193,14 +193,14 @@ class Conversation:
     def again(
         self, method: SpeculativeLike = PLAIN, put: Put = lambda delta: None, stop: Stop = lambda: False
     ) -> ChatTurn:
-        """Answer the last question once more in another way, with the same seed, as far as the answer went.
+        """Answer the last message again with another method, the same seed and the same number of tokens.
 
-        The conversation stays as it is.
+        The conversation is unchanged.
 
-        Raises: ConfigError when there is no answer yet.
+        Raises: ConfigError if there is no answer yet.
         """
         if not self.turns:
-            raise ConfigError("there is no answer yet to give again; ask something first")
+            raise ConfigError("there is no answer yet to repeat; ask something first")
         last = self.turns[-1]
         params = replace(self.params, seed=last.seed, max_tokens=len(last.token_ids))
         prompt = {"prompt": last.output.prompt, "prompt_token_ids": list(last.output.prompt_token_ids)}
@@ -211,7 +211,7 @@ class Conversation:
         if limit is not None and num_tokens >= limit:
             raise ContextLengthError(
                 f"the conversation with this message has {num_tokens} tokens, and the context holds {limit}: no room "
-                "for an answer; start over (/reset), or shorten the message"
+                "for an answer; start a new one (/reset), or shorten the message"
             )
 
     @staticmethod

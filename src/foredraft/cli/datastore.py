@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from foredraft.cli.help import HelpGroup
 from foredraft.cli.options import AsJson
 from foredraft.cli.running import choose_model, exit_codes, put_json
 from foredraft.engine.stats import counted
@@ -17,52 +18,56 @@ from foredraft.progress import stages
 from foredraft.retrieval.datastore import Lookup, Match
 from foredraft.retrieval.manifest import DatastoreManifest
 
+EXAMPLES = """\
+foredraft datastore build corpus.jsonl --out store
+foredraft datastore query store 'def main'"""
+
 app = typer.Typer(
     name="datastore",
     add_completion=False,
     help="Build and search the corpora that method rest drafts from.",
+    epilog=EXAMPLES,
+    cls=HelpGroup,
     no_args_is_help=True,
 )
 
 Corpora = Annotated[
     list[Path],
-    typer.Argument(metavar="CORPUS...", help="Files or directories: text, JSONL, Parquet; also .gz, .xz, .bz2."),
+    typer.Argument(metavar="CORPUS...", help="Files or folders: text, JSONL or Parquet, also compressed."),
 ]
 _TOKENIZER = ("--tokenizer", "-t")
 Tokenizer = Annotated[
     str | None,
     typer.Option(
         *_TOKENIZER,
-        metavar="PATH|HUB_ID|zoo:NAME",
-        help="Of the model that will draft from it; zoo:smollm2 where it is installed, else zoo:tiny.",
+        metavar="MODEL",
+        help="Tokenizer of the target. Default: zoo:smollm2 if it is installed, else zoo:tiny.",
     ),
 ]
 SameTokenizer = Annotated[
     str | None,
     typer.Option(
         *_TOKENIZER,
-        metavar="PATH|HUB_ID|zoo:NAME",
-        help="The tokenizer that the datastore was built with, if it has moved.",
+        metavar="MODEL",
+        help="The datastore's tokenizer, if it has moved.",
     ),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The datastore.")]
-Field = Annotated[str, typer.Option("--field", help="Key of JSONL records and column of Parquet that hold the text.")]
-Memory = Annotated[
-    float, typer.Option("--memory", metavar="GB", help="Limit while building; decides the size of shards.")
-]
+Field = Annotated[str, typer.Option("--field", metavar="NAME", help="JSONL key or Parquet column of the text.")]
+Memory = Annotated[float, typer.Option("--memory", metavar="GB", help="Memory for building.")]
 
 
 @app.command("build")
 def build_(
     corpora: Corpora,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Directory to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New folder for the datastore.")],
     tokenizer: Tokenizer = None,
     field: Field = "text",
     memory: Memory = 2.0,
-    restart: Annotated[bool, typer.Option("--restart", help="Drop what the directory holds and start over.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Delete the folder's content and start again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise corpora and index them. Interrupted, the same command goes on where it stopped."""
+    """Build a datastore from corpora. After an interrupt, the same command continues."""
     with exit_codes():
         from foredraft.loading.models import load_tokenizer
 
@@ -93,7 +98,7 @@ def append_(
     memory: Memory = 2.0,
     as_json: AsJson = False,
 ) -> None:
-    """Add corpora to a datastore; what is added counts as more recent."""
+    """Add corpora to a datastore. They count as more recent."""
     with exit_codes():
         from foredraft.retrieval.build import append
 
@@ -105,7 +110,7 @@ def append_(
 
 @app.command("info")
 def info(folder: Folder, as_json: AsJson = False) -> None:
-    """Check a datastore, checksums included, and say what it holds."""
+    """Check a datastore with its checksums, and show its content."""
     with exit_codes():
         from foredraft.retrieval.datastore import Datastore
 
@@ -118,15 +123,19 @@ def info(folder: Folder, as_json: AsJson = False) -> None:
 @app.command("query")
 def query(
     folder: Folder,
-    text: Annotated[str, typer.Argument(help="What to look up the end of.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Text whose end is looked up.")],
     tokenizer: SameTokenizer = None,
-    num_nodes: Annotated[int, typer.Option("--num-nodes", "-n", help="Nodes of the tree, root included.", min=2)] = 16,
-    depth: Annotated[int, typer.Option("--depth", help="Longest continuation.", min=1, max=64)] = 10,
+    num_nodes: Annotated[
+        int, typer.Option("--num-nodes", "-n", metavar="N", help="Nodes of the tree with its root.", min=2)
+    ] = 16,
+    depth: Annotated[
+        int, typer.Option("--depth", metavar="N", help="Longest continuation in tokens.", min=1, max=64)
+    ] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Show what follows the longest known end of a text, and how often.
+    """Show continuations of the longest known end of a text, and their frequency.
 
-    It is looked up as method rest does by default.
+    The settings are the defaults of method rest.
     """
     with exit_codes():
         from foredraft.retrieval.datastore import Datastore
@@ -145,7 +154,7 @@ def query(
 
 
 def _lookup(depth: int) -> Lookup:
-    """The lookup of ``rest`` by default."""
+    """Default lookup of method ``rest``."""
     from foredraft.methods.lookup import RestOptions
     from foredraft.retrieval.datastore import Lookup
 
@@ -220,7 +229,7 @@ def _show(facts: dict[str, Any], as_json: bool) -> None:
 
 
 def _tokenizer_of(folder: Path, named: str | None) -> Any:
-    """The tokenizer that a datastore was built with: where its manifest says, unless the user says where else.
+    """Tokenizer of a datastore: the one given, else the one in its manifest.
 
     Raises: DatastoreError, CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""``foredraft demo``: plain beside speculative decoding of real questions; equality first, then the speed."""
+"""``foredraft demo``: plain and speculative decoding of the same questions; texts are compared before the speed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from foredraft.cli.help import OUTPUT, SAMPLING
 from foredraft.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, SamplingOptions, takes_groups
 from foredraft.cli.prompts import Asked, Raw, ask, check_text
-from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
+from foredraft.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say, show_loading
 from foredraft.config.sampling import SamplingParams
 from foredraft.ending import finishing
 
@@ -29,55 +30,56 @@ def demo(
     *,
     questions: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[QUESTION]...", help="Questions of your own, instead of the built-in ones."),
+        typer.Argument(metavar="[QUESTION]...", help="Questions to ask instead of the built-in ones."),
     ] = None,
     model: ModelChoice,
     drafting: DraftingOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=2)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.", min=2)] = 128,
     sampling: Annotated[SamplingOptions, "temperature"],
-    seed: Annotated[int, typer.Option(help="Both ways use the same one.")] = 0,
+    seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING, help="Seed of sampling, for both.")] = 0,
     num_prompts: Annotated[
         int,
-        typer.Option(
-            help="How many of the built-in questions to ask; half or more are chat.", min=1, max=MAX_QUESTIONS
-        ),
+        typer.Option(help="Number of built-in questions to ask.", min=1, max=MAX_QUESTIONS),
     ] = MAX_QUESTIONS,
     raw: Raw = False,
     loading: LoadingOptions,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="A picture of one question and the table.")
+        Path | None, typer.Option(metavar="FILE.svg", rich_help_panel=OUTPUT, help="Draw one question and the table.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer the same questions plainly and speculatively, side by side; then compare the texts, and then the speed.
+    """Answer questions with and without drafting, side by side, and compare texts and speed.
 
-    The two take turns, so that both have had the same time at every moment; the speed is that of all tokens by all
-    seconds. Exit code 3 when a text differs.
+    The two take turns, so both have had the same time at every moment. Speed is all tokens divided by all seconds. The
+    exit code is 3 if a text differs.
+
+    Examples:
+      foredraft demo
+      foredraft demo "Write a haiku about the sea." --model path/to/model
     """
     console = Console(stderr=as_json, highlight=False)
-    with exit_codes(), console.status("starting") as status:
+    with exit_codes():
+        for place, question in enumerate(questions or ()):
+            check_text(question, place, raw=raw)
+        name = model.chosen()
+        show_loading(name)
         from foredraft.cli import demo_screen
         from foredraft.cli.comparison import TOY, WARM_UP, DemoReport, questions_for
 
         if svg is not None:
             demo_screen.check_picture(svg)
-        for place, question in enumerate(questions or ()):
-            check_text(question, place, raw=raw)
-        name = model.chosen()
         config = drafting.config(loading.profile_file)
         params = sampling.params(max_tokens=max_new_tokens, seed=seed)
         own = questions_for(name)
-        status.update(f"loading {name}")
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
         params = params.filled(llm.sampling_defaults)
         label = f"{llm.model_info.name}, {llm.model_info.num_parameters / 1e6:.1f} M parameters"
         llms = (llm.with_speculative_config(None), llm)
         asked = ask(llms[0].tokenizer, name, questions or own[:num_prompts], chat=name == TOY and not raw, raw=raw)
-        status.update("warming up")
         warm_up = ask(llms[0].tokenizer, name, [WARM_UP], chat=name == TOY and not raw, raw=raw)[0].prompt
-        for either in llms:
-            either.generate(warm_up, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
-        status.stop()
+        with console.status("warming up"):
+            for either in llms:
+                either.generate(warm_up, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
         answers = _answers(console, llms, asked, params)
         report = DemoReport(label, llm, params, answers)
         is_interrupted = len(answers) < len(asked)
@@ -88,7 +90,7 @@ def demo(
                 demo_screen.show(console, report)
         if not report.is_identical:
             if svg is not None:
-                say(f"{svg} was not drawn: it would show the speed of another text")
+                say(f"{svg} was not drawn, because the texts differ")
             raise typer.Exit(EXIT_DIFFERS)
         if is_interrupted:
             say(f"interrupted after {len(answers)} of {len(asked)} questions")
@@ -100,9 +102,9 @@ def demo(
 def _answers(
     console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams
 ) -> tuple[BothAnswers, ...]:
-    """Every question in turn; on a terminal one sees it happen. Ctrl-C ends it, and what was answered by then is kept.
+    """Answers of all questions, shown on a terminal while they grow. Ctrl-C keeps the answers so far.
 
-    Raises: KeyboardInterrupt where nothing was.
+    Raises: KeyboardInterrupt before the first answer.
     """
     from foredraft.cli.comparison import race
     from foredraft.cli.demo_screen import watching

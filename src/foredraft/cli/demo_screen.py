@@ -1,4 +1,4 @@
-"""The screen of the demo: both ways at work side by side, one table at the end, and a picture of it."""
+"""Screen of the demo: both answers side by side, a table at the end, and a picture."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _REFRESH_SECONDS = 0.1
 _NARROW = 60  # columns; panels are put below each other
 _FRAME = 4  # columns of a panel that are not text
 _PICTURE_WIDTH = 100
-_LEGEND = "Tokens that the drafter proposed are coloured; the model itself chose the others."
-_TURNS = "The two take turns, so both show half speed. A clock counts its own way's time alone."
+_LEGEND = "Green tokens were drafted and accepted; the model itself chose the others."
+_TURNS = "The two take turns, so both appear at half speed. Each clock counts its own time only."
 
 
 @contextmanager
 def watching(console: Console, number: int, num_questions: int) -> Iterator[Callable[[BothAnswers], None]]:
-    """Show an answer as it grows, and leave it on the screen when it is there. Only for terminals."""
+    """Show an answer while it grows, and keep it on the screen. For terminals only."""
     heading = f"question {number} of {num_questions}"
     with Live(console=console, auto_refresh=False, transient=True) as live:
         drawn = [float("-inf")]
@@ -55,7 +55,7 @@ def watching(console: Console, number: int, num_questions: int) -> Iterator[Call
 
 
 def show(console: Console, report: DemoReport) -> None:
-    """The outcome for people; if they were not watched, the answers too."""
+    """Print the result; without a terminal, the answers too."""
     if not console.is_terminal:
         for number, answer in enumerate(report.answers, 1):
             console.print(_asked(answer, f"question {number} of {len(report.answers)}"))
@@ -69,9 +69,9 @@ def show(console: Console, report: DemoReport) -> None:
 
 
 def picture(report: DemoReport, path: Path) -> None:
-    """One question, both its answers, and the table, as SVG: of the two questions of middling gain the shorter answer.
+    """Draw one question of median gain, both answers and the table as SVG.
 
-    Raises: ConfigError where the file cannot be written.
+    Raises: ConfigError if the file cannot be written.
     """
     ranked = sorted(report.answers, key=lambda answer: answer.speedup)
     middle = ranked[(len(ranked) - 1) // 2 : len(ranked) // 2 + 1]
@@ -97,7 +97,10 @@ def picture(report: DemoReport, path: Path) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Raises: ConfigError before anything is decoded, for a place where no SVG can be written."""
+    """Check the place of a picture before decoding.
+
+    Raises: ConfigError if no SVG can be written there.
+    """
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"--svg is {str(path)!r}; the picture is an SVG, so name it FILE.svg")
     check_place(path)
@@ -111,10 +114,10 @@ def _asked(answer: BothAnswers, heading: str) -> Panel:
 
 
 def _lanes(console: Console, answer: BothAnswers, room: int | None = None) -> RenderableType:
-    """Both answers, side by side where there is space.
+    """Both answers, side by side if there is space.
 
     Args:
-      room: lines that they may take; the last ones are shown.
+      room: most lines; the last ones are shown.
     """
     if console.width < _NARROW:
         half = None if room is None else max(1, room // 2 - 2)
@@ -145,7 +148,7 @@ def _framed(width: int, height: int | None, lane: Lane, text: Text) -> Panel:
 
 
 def _body(console: Console, lane: Lane, width: int, room: int | None) -> Text:
-    """The text in colours; its last lines where there is not enough room."""
+    """Coloured text; only the last lines if there is not enough room."""
     text = Text()
     for piece, is_drafted in lane.pieces:
         text.append(piece, DRAFTED_STYLE if is_drafted else "")
@@ -160,7 +163,7 @@ def _body(console: Console, lane: Lane, width: int, room: int | None) -> Text:
 
 
 def summary(report: DemoReport, width: int) -> RenderableType:
-    """One row per question, and all of them together; without speeds when a text differs."""
+    """Table with one row per question and one for all; without speeds if a text differs."""
     is_narrow = width < _NARROW
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, show_edge=False)
     table.add_column("", justify="right")
@@ -187,19 +190,19 @@ def summary(report: DemoReport, width: int) -> RenderableType:
 
 
 def _figures(report: DemoReport, speeds: Sequence[float], steps: float, same: str) -> list[str]:
-    """Cells of a row; speeds only where all texts are equal."""
+    """Cells of a row; speeds only if all texts are equal."""
     plain, drafting, gain = speeds
     shown = [f"{plain:.1f}", f"{drafting:.1f}", f"{gain:.2f}x"] if report.is_identical else [""] * 3
     return [*shown, f"{steps:.2f}", same]
 
 
 def _seconds(number: float) -> str:
-    """``12.3``, and ``0.042`` where tenths would tell nothing."""
+    """Seconds as text: ``12.3``, and below one second ``0.042``."""
     return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
 
 
 def notes(report: DemoReport) -> Iterator[str]:
-    """The notes needed to read the table correctly."""
+    """Notes below the table."""
     if report.is_identical:
         plain, drafting = (sum(lane.seconds for lane in lanes) for lanes in (report.plain, report.drafting))
         speedups = report.speedups

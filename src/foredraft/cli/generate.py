@@ -1,4 +1,4 @@
-"""``foredraft generate``; with ``--out`` many prompts into a file, from where it ends, on one machine or many."""
+"""``foredraft generate``: text for prompts. With ``--out`` results go to a file, and an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.help import OUTPUT
 from foredraft.cli.options import (
     DEFAULTS,
     AsJson,
@@ -44,16 +45,19 @@ if TYPE_CHECKING:
 @takes_groups
 def generate(
     *,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text; - is stdin.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="Text to answer or continue; - reads standard input."),
+    ] = None,
     prompts_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="JSONL with turns, prompt or text; a .txt has one prompt per line."),
+        typer.Option(metavar="FILE", help="JSONL with prompt, text or turns, or .txt lines."),
     ] = None,
     model: ModelChoice,
     drafting: DraftingOptions,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Budget of every sample; by default the model's, else {DEFAULTS.max_tokens}."),
+        typer.Option(min=1, help=f"Most tokens per sample. Default: the model's or {DEFAULTS.max_tokens}."),
     ] = None,
     sampling: SamplingOptions,
     chat: Chat = False,
@@ -64,23 +68,42 @@ def generate(
         str | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Write what every step planned, drafted, kept and rejected, for foredraft report.",
+            hidden=True,
+            rich_help_panel=OUTPUT,
+            help="Write the drafted, accepted and rejected tokens of every step, for foredraft report.",
         ),
     ] = None,
     as_json: AsJson = False,
+    stats: Annotated[
+        bool,
+        typer.Option("--stats", rich_help_panel=OUTPUT, help="Explain the speed: drafts, cuts, prompt time."),
+    ] = False,
     out: Annotated[
         str | None,
-        typer.Option(metavar="FILE.jsonl", help="Write results there, in batches; started again, it goes on."),
+        typer.Option(
+            metavar="FILE.jsonl",
+            rich_help_panel=OUTPUT,
+            help="Write results to a file, or continue it.",
+        ),
     ] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="With --out: workers, by Ray.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, hidden=True, rich_help_panel=OUTPUT, help="With --out: number of Ray workers.")
+    ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="Their cluster; by default one begins on this machine.")
+        str | None,
+        typer.Option(
+            hidden=True, rich_help_panel=OUTPUT, help="With --out: Ray cluster. Default: one on this machine."
+        ),
     ] = None,
 ) -> None:
-    """Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.
+    """Generate text for one prompt or for many.
 
-    An instruct model gets text as a message, through its chat template; --raw gives it the text as it is. Every
-    prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what has been generated.
+    Text appears while it is generated; on a terminal, drafted tokens are green. Standard output has the text only.
+
+    Examples:
+      foredraft generate "Why is the sky blue?"
+      foredraft generate "Name a colour" --temperature 0.8 -n 3
+      foredraft generate --prompts-file prompts.jsonl --json --method none
     """
     with exit_codes():
         params = sampling.params(max_tokens=max_new_tokens)
@@ -92,18 +115,21 @@ def generate(
         if out is not None:
             unused = {"--json": as_json, "--trace": trace is not None}
             if given := [option for option, is_given in unused.items() if is_given]:
-                raise typer.BadParameter(f"{', '.join(given)}: not with --out, whose lines are results as JSON alone")
+                raise typer.BadParameter(
+                    f"{', '.join(given)}: cannot be used with --out, which always writes results as JSON"
+                )
             job = Job(name, drafting.config(loading.profile_file), options, params, read, chat, raw)
             run_job(job, out, replicas=replicas, address=ray_address)
             return
         if replicas is not None or ray_address is not None:
-            raise typer.BadParameter("--replicas and --ray-address are for jobs; give --out")
+            raise typer.BadParameter("--replicas and --ray-address need --out")
         llm = load_llm(name, drafting.config(loading.profile_file), **options)
+        llm.logs_low_gain = stats
         params = params.filled(llm.sampling_defaults)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         if llm.tokenizer is None and not as_json:
-            say(f"{name} has no tokenizer, so there is no text to show; --json shows token ids")
-        writer = JsonWriter(asked) if as_json else TextWriter(params)
+            say(f"{name} has no tokenizer, so no text can be shown; --json shows token ids")
+        writer = JsonWriter(asked) if as_json else TextWriter(params, shows_details=stats)
         traced = None
         if trace_place is not None:
             from foredraft.cli.tracing import TraceFile  # which loads torch
@@ -127,10 +153,10 @@ def generate(
 
 
 def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: TraceFile | None) -> None:
-    """Keep what has been generated.
+    """Write the output generated so far.
 
     Args:
-      writer: of the text; None where that cannot be written any more.
+      writer: writer of the text; None if text can no longer be written.
     """
     stream.close()
     try:
@@ -142,18 +168,18 @@ def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: T
 
 
 BATCH = 32
-"""Prompts that are lost, and generated anew, where a machine fails or the command is broken off."""
+"""Prompts per batch. A batch is generated again if a machine fails or the command is interrupted."""
 RETRIES = 3
-"""Machines that one batch may lose."""
+"""Most failures of machines per batch."""
 ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "generation_config")
-"""Options of `LLM` that change what a model says; drafting does not."""
+"""Options of `LLM` that change the output. Drafting does not."""
 WITHOUT = ("metrics", "timings")
 """Fields of a result that differ from run to run."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Many prompts and the model that continues them, which is loaded for the first batch.
+    """Many prompts and their model, which is loaded for the first batch.
 
     Args:
       options: arguments of `LLM`.
@@ -170,7 +196,7 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Changes with whatever results follow from."""
+        """Digest of everything that determines the results."""
         rounding = {name: self.options.get(name) for name in ROUNDING}
         facts = [self.model, rounding, repr(self.params), list(self.prompts), self.chat, self.raw]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -180,7 +206,7 @@ class Job:
         return load_llm(self.model, self.config, **self.options)
 
     def generate(self, prompts: list[Any]) -> list[dict[str, Any]]:
-        """Records of some of the prompts."""
+        """Records of the results of some prompts."""
         asked = ask(self._llm.tokenizer, self.model, prompts, chat=self.chat, raw=self.raw)
         outputs = self._llm.generate([one.prompt for one in asked], self.params, use_tqdm=False)
         records = []
@@ -190,26 +216,28 @@ class Job:
         return records
 
     def batches(self, start: int) -> list[list[Any]]:
-        """Batches from this prompt on. They begin at the same prompts in every run."""
+        """Batches from this prompt on. Their boundaries are the same in every run."""
         first = start // BATCH * BATCH
         places = range(first, len(self.prompts), BATCH)
         return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]
 
 
 def run_job(job: Job, out: str, *, replicas: int | None, address: str | None) -> None:
-    """Generate what the file does not hold yet; a line for each prompt, in order, each exactly once.
+    """Generate the results that the file does not contain yet, one line per prompt, in order.
 
-    Raises: ConfigError where the file holds results of something else, or cannot be written.
+    Raises: ConfigError if the file contains results of another job or cannot be written.
     """
     if replicas or address:
         check_ray(address)
     path = Path(out).expanduser()
     if path.exists() and not path.is_file():  # devices may have no end
-        raise ConfigError(f"{path} is no regular file, and results are read again to go on; name one, or take --json")
+        raise ConfigError(
+            f"{path} is not a regular file, and an interrupted job reads its results again; give a file, or use --json"
+        )
     with _opened(path):
         start = _resume(path, job)
         if start:
-            say(f"{out} holds {start} of {len(job.prompts)} results; going on from there")
+            say(f"{out} contains {start} of {len(job.prompts)} results; continuing with the next one")
         batches = job.batches(start)
         done = _by_ray(job, batches, replicas or 1, address) if replicas or address else map(job.generate, batches)
         with open(path, "ab", buffering=0) as file:
@@ -221,18 +249,18 @@ def run_job(job: Job, out: str, *, replicas: int | None, address: str | None) ->
                     _append(file, "".join(line + "\n" for line in lines).encode())
                 except OSError as error:
                     raise ConfigError(
-                        f"{out} cannot be written ({error.strerror or error}); it holds {start} of {len(job.prompts)} "
-                        "results: start again to go on from there"
+                        f"{out} cannot be written ({error.strerror or error}); it contains {start} of "
+                        f"{len(job.prompts)} results. Run the same command again to continue"
                     ) from None
                 start += len(records)
-                say(f"{start} of {len(job.prompts)}")
+                say(f"{start} of {len(job.prompts)} prompts are done")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[None]:
-    """Keep other jobs out of the file: their lines would come between these.
+    """Lock the file, so that no other job writes to it.
 
-    Raises: ConfigError where another one is in it, or it cannot be written.
+    Raises: ConfigError if another job has it, or it cannot be written.
     """
     with ExitStack() as stack:
         try:
@@ -243,14 +271,14 @@ def _opened(path: Path) -> Iterator[None]:
 
 
 def _append(file: FileIO, data: bytes) -> None:
-    """All of it, on the disk."""
+    """Write all data and flush it to the disk."""
     while data:
         data = data[file.write(data) :]
     os.fsync(file.fileno())
 
 
 def _resume(path: Path, job: Job) -> int:
-    """The number of results in the file; a line that was broken off is cut away."""
+    """Number of results in the file. An incomplete last line is removed."""
     try:
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
@@ -258,7 +286,7 @@ def _resume(path: Path, job: Job) -> int:
         for number, line in enumerate(lines):
             if not _is_result(line, job, number):
                 raise ConfigError(
-                    f"{path}, line {number + 1}, is a result of something else; name another file, or remove this one"
+                    f"{path}, line {number + 1}, is a result of another job; give another file, or remove this one"
                 )
         if len(whole) < len(data):
             os.truncate(path, len(whole))
@@ -276,7 +304,7 @@ def _is_result(line: bytes, job: Job, number: int) -> bool:
 
 
 def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | None) -> Iterator[list[dict[str, Any]]]:
-    """Results in order. A worker that dies is replaced, by Ray, and its batches are done anew."""
+    """Results in order. Ray replaces a worker that dies and repeats its batches."""
     import ray
     from ray.exceptions import RayError
 
@@ -294,6 +322,6 @@ def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | No
         while waiting:
             yield ray.get(waiting.popleft())
     except RayError as error:
-        raise ConfigError(f"a batch was given up: {str(error)[-300:]}; start again to go on from there") from None
+        raise ConfigError(f"a batch failed: {str(error)[-300:]}. Run the same command again to continue") from None
     finally:
         ray.shutdown()

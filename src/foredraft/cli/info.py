@@ -1,5 +1,4 @@
-"""``foredraft info``: what a model is, whether it can be verified, how it can draft, and what that
-costs; without a model, what this machine has and what is missing."""
+"""``foredraft info``: facts, cost and methods of a model; without one, facts of this machine and what it lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foredraft.cli.options import AsJson, DraftingOptions, Loading, LoadingOptions, ModelChoice, takes_groups
-from foredraft.cli.running import exit_codes, load_llm, put_json
+from foredraft.cli.running import exit_codes, load_llm, put_json, show_loading
 from foredraft.config.speculative import method_named
 from foredraft.extras import install_command
 from foredraft.methods import key_entries, methods
@@ -30,43 +29,47 @@ if TYPE_CHECKING:
 
 
 LENGTHS = {
-    "governed": "drafts are sized by measured cost, step by step",
-    "fixed": "drafts are as long as they may be",
+    "governed": "the length of every draft is chosen from measured costs",
+    "fixed": "drafts always have the full length",
 }
 TIMING = (
-    "near-ties may fall differently between runs, as drafts are sized by measured time; "
-    "length_policy='fixed' keeps them"
+    "tokens of nearly equal probability may differ between runs, because measured times decide draft lengths; "
+    "length_policy='fixed' avoids that"
 )
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 CONTEXT, REPEATS = 256, 15
 MACHINE = (ModelChoice(), DraftingOptions(), LoadingOptions(), CONTEXT, REPEATS)
-"""Arguments without a model: the machine is shown."""
+"""Arguments that show the machine."""
 
 
 @takes_groups
 def info(
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The model; the same as --model.", show_default=False)
+        str | None, typer.Argument(metavar="[MODEL]", help="The model, as in --model.", show_default=False)
     ] = None,
     *,
     model: ModelChoice,
     drafting: DraftingOptions,
     loading: Loading,
-    context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = CONTEXT,
-    repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = REPEATS,
+    context: Annotated[int, typer.Option(help="Tokens in the cache when a step is timed.", min=1)] = CONTEXT,
+    repeats: Annotated[int, typer.Option(hidden=True, help="Timings per draft size.", min=1)] = REPEATS,
     keys: Annotated[
-        bool, typer.Option("--keys", help="List the keys of --method, or of all methods, and load nothing.")
+        bool, typer.Option("--keys", help="List the methods and their keys, or those of --method.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter.
+    """Show a model, the methods that work with it and their cost, or this machine.
 
-    Without a model, a drafter or an option of theirs: the machine, the compiler, kernels, what they promise, caches,
-    and what is missing.
+    Without any option: processor, compiler, kernels, caches, and what is missing.
+
+    Examples:
+      foredraft info
+      foredraft info zoo:smollm2
+      foredraft info --keys --method suffix
     """
     with exit_codes():
         if keys and target is not None:
-            raise typer.BadParameter(f"--keys loads no model; leave {target!r} out, or name a method by --method")
+            raise typer.BadParameter(f"--keys needs no model; leave out {target!r}, or give a method with --method")
         model = model.named(target)
         if keys:
             show_keys(None if drafting.method is None else method_named(drafting.method).name, as_json)
@@ -79,6 +82,7 @@ def info(
                 show_machine(found)
             return
         name = model.chosen()
+        show_loading(name)
         llm = load_llm(name, drafting.config(), gguf_file=model.gguf_file, **vars(loading))
         report = {**describe(llm, context, repeats), "notes": _notes(name)}
         if as_json:
@@ -88,7 +92,7 @@ def info(
 
 
 def show_keys(method: str | None, as_json: bool) -> None:
-    """Print the keys that a speculative config may have."""
+    """Print the keys of a speculative config."""
     entries = key_entries(method)
     if as_json:
         for entry in entries:
@@ -106,7 +110,7 @@ def show_keys(method: str | None, as_json: bool) -> None:
 
 
 def _notes(model: str) -> list[str]:
-    """Caveats for reading figures of a zoo model."""
+    """Notes on the figures of a zoo model."""
     from foredraft import zoo
     from foredraft.loading.models import is_zoo
 
@@ -114,7 +118,7 @@ def _notes(model: str) -> list[str]:
 
 
 def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
-    """Everything `info` tells, as plain data."""
+    """Facts of a model as plain data."""
     from foredraft.engine.costs import forward_curve
 
     target = llm.target
@@ -144,7 +148,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         step = forward_curve(drafting.model, (1,), curve.context, repeats).seconds[1]
         report["drafter"] = {
             **asdict(drafting.info),
-            "tokenizer": "same as the target's" if llm.tokenizer is not None else "vocabulary sizes fit",
+            "tokenizer": "same as the target's" if llm.tokenizer is not None else "same vocabulary size",
             "step_seconds": step,
             "cost": step / seconds[1],
         }
@@ -152,12 +156,12 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
 
 
 def varies_with_time(llm: LLM) -> bool:
-    """Whether measured times may decide near-ties: drafts are sized by them, and rounding follows the draft."""
+    """Whether measured times may change tokens of nearly equal probability, since they decide draft sizes."""
     return llm.speculative_config.is_governed and not llm.promise.keeps_bits
 
 
 def peak_memory(lm: CausalLM) -> int:
-    """Most memory the process, or on a GPU the allocator, has held so far."""
+    """Peak memory of the process, or of the allocator on a GPU, in bytes."""
     if lm.device.type == "cuda":
         import torch
 
@@ -168,7 +172,7 @@ def peak_memory(lm: CausalLM) -> int:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The report for people."""
+    """Print the report."""
     console = Console(highlight=False)
     model, drafter = report["model"], report["drafter"]
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -180,20 +184,20 @@ def show(report: dict[str, Any]) -> None:
     if model["quantization"] is not None:
         bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
         name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]
-        facts.add_row("weights", f"{name}, {bits:.2f} bits each; a step reads {size:.1f} MB")
+        facts.add_row("weights", f"{name}, {bits:.2f} bits per weight; a step reads {size:.1f} MB")
     if model["packed_copy"] is not None:
         facts.add_row("packed copy", f"{model['packed_copy']} ({model['packed_copy_bytes'] / 1e6:.1f} MB)")
     facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
-    facts.add_row("probe", f"verifies {report['probe']} exactly")
-    facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")
-    facts.add_row("method", f"{report['method']}, K = {report['num_speculative_tokens']}")
+    facts.add_row("tested", f"drafts as {report['probe']} are verified exactly")
+    facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB peak")
+    facts.add_row("method", f"{report['method']}, drafts of up to {report['num_speculative_tokens']} tokens")
     if report["length_policy"] is not None:
         facts.add_row("", LENGTHS.get(report["length_policy"], report["length_policy"]))
     if report["varies_with_time"]:
         facts.add_row("", TIMING)
     if drafter is not None:
         facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
-        facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
+        facts.add_row("", f"tokenizer: {drafter['tokenizer']}; a step costs {drafter['cost']:.3f} steps of the target")
     for head in report["heads"]:
         facts.add_row("head", head)
     for note in report["notes"]:
@@ -202,7 +206,7 @@ def show(report: dict[str, Any]) -> None:
     show_promise(console, report["promise"])
     if report["probe_report"] is not None:
         show_probe(console, report["probe_report"])
-    console.print(f"\ncost of one step over k tokens, {report['context_tokens']} tokens of context")
+    console.print(f"\ncost of a forward pass over k tokens, with {report['context_tokens']} tokens in the cache")
     curve = Table()
     curve.add_column("k", justify="right")
     curve.add_column("ms", justify="right")
@@ -218,17 +222,17 @@ def _count(number: int | None) -> str:
 
 
 def show_promise(console: Console, promise: dict[str, Any]) -> None:
-    """Show the guarantee for texts, whatever is drafted."""
+    """Print the guarantee for the output."""
     from foredraft.config.engine import Promise
 
-    console.print(f"promise: {Promise(promise['kind'], promise['reason']).describe()}")
+    console.print(f"guarantee: {Promise(promise['kind'], promise['reason']).describe()}")
 
 
 def show_probe(console: Console, probe: dict[str, Any]) -> None:
-    """The comparisons with plain forwards made when the model was loaded, with the limit for each error."""
-    cost = f"{probe['num_forwards']} forwards in {probe['seconds']:.1f} s"
-    table = Table(title=f"probe: errors relative to plain forwards, {cost}")
-    table.add_column("of")
+    """Print the test made when the model was loaded: errors relative to plain forward passes, and their limits."""
+    cost = f"{probe['num_forwards']} forward passes in {probe['seconds']:.1f} s"
+    table = Table(title=f"test on loading: errors relative to plain forward passes, {cost}")
+    table.add_column("check")
     for column in ("error", "rounding", "a fault", "allowed"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
@@ -238,13 +242,13 @@ def show_probe(console: Console, probe: dict[str, Any]) -> None:
         table.add_row(check["name"], error, *numbers, check["verdict"])
     console.print(table)
     if probe["invisible"]:
-        console.print(f"wrong {' and '.join(probe['invisible'])} would not show in this model")
+        console.print(f"this model cannot show wrong {' and '.join(probe['invisible'])}")
 
 
 def show_methods(console: Console, methods: list[dict[str, Any]]) -> None:
-    """Show the methods that apply, and the reasons of the others."""
+    """Print the methods that work with the model, and why others do not."""
     applying = [entry["method"] for entry in methods if entry["applies"]]
-    console.print(f"methods that apply: {', '.join(applying)}")
+    console.print(f"methods that work with this model: {', '.join(applying)}")
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for entry in methods:
         if not entry["applies"]:
@@ -262,14 +266,14 @@ EXTRAS = {
     "plot": ("matplotlib", "pictures"),
     "ray": ("ray", "replicas"),
 }
-"""Extras of the package: a module of each, and its purpose."""
+"""Extras of the package: a module and the purpose of each."""
 
-OR_WHEEL = "or install the wheel for this platform, which has them compiled"
-UNTIL_MODEL = "what a model's text keeps is said with it: foredraft info MODEL"
+OR_WHEEL = "or install the wheel for this platform, which includes compiled kernels"
+UNTIL_MODEL = "foredraft info MODEL shows the guarantee for a model"
 
 
 def machine_report() -> dict[str, Any]:
-    """Everything that is told, as plain data. Kernels are compiled where they are not yet, as a model would."""
+    """Facts of the machine as plain data. Kernels are compiled if they are not yet."""
     import torch
 
     from foredraft import zoo
@@ -286,22 +290,22 @@ def machine_report() -> dict[str, Any]:
     missing = []
     if kernels is None:
         if instructions is None:
-            why = "this processor has none of AVX2, AVX-512 and AMX, or the environment holds torch to less"
+            why = "this processor has none of AVX2, AVX-512 and AMX, or the environment turns them off for torch"
             remedy = "unset ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA, or use a CPU that has them"
         else:
-            wheel = why_not_precompiled(instructions) or "those of the wheel cannot be loaded here"
+            wheel = why_not_precompiled(instructions) or "those of the wheel cannot be loaded"
             if compiler is None:
                 why, remedy = "there is no C++ compiler", f"install g++ or clang++, or set CXX to one, {OR_WHEEL}"
             else:
-                why = f"{' '.join(compiler)} does not build them"
+                why = f"{' '.join(compiler)} cannot compile them"
                 remedy = f"install a newer g++ or clang++, or set CXX, {OR_WHEEL}"
-            why = f"{why}, and of precompiled ones: {wheel}"
+            why = f"{why}; precompiled kernels: {wheel}"
         missing.append({"what": "kernels", "why": why, "remedy": remedy})
     elif compiler is None:
-        why = "layers of large models are not compiled for long prompts, which are read more slowly"
+        why = "without one, large models read long prompts more slowly"
         missing.append({"what": "compiler", "why": why, "remedy": "install g++ or clang++, or set CXX to one"})
     if not _is_writable(folder):
-        remedy = f"set {CACHE_VARIABLE} to a folder that can be written"
+        remedy = f"set {CACHE_VARIABLE} to a writable folder"
         missing.append({"what": "cache", "why": f"{folder} cannot be written", "remedy": remedy})
     for name in zoo.names():
         if reason := zoo.why_missing(name):
@@ -309,7 +313,7 @@ def machine_report() -> dict[str, Any]:
     for extra, (module, use) in EXTRAS.items():
         if find_spec(module) is None:
             missing.append({"what": extra, "why": use, "remedy": install_command(extra)})
-    reason = "" if kernels is not None else "the library's own kernels are missing"
+    reason = "" if kernels is not None else "foredraft's own kernels are missing"
     promise = Promise("native" if kernels is not None else "near-ties", reason)
     return {
         "machine": {
@@ -339,15 +343,18 @@ def machine_report() -> dict[str, Any]:
 
 
 def show_machine(report: dict[str, Any]) -> None:
-    """The report for people."""
+    """Print the report."""
     from foredraft.config.engine import Promise
 
     console, machine, cache = Console(highlight=False), report["machine"], report["cache"]
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts.add_row("machine", f"{machine['cpu']}, {machine['instruction_set'] or 'no instruction set of the kernels'}")
-    quota = "" if machine["cpu_quota"] is None else f", {machine['cpu_quota']:g} of their time"
+    facts.add_row(
+        "machine",
+        f"{machine['cpu']}, {machine['instruction_set'] or 'without an instruction set that the kernels need'}",
+    )
+    quota = "" if machine["cpu_quota"] is None else f", quota of {machine['cpu_quota']:g}"
     memory = machine["available_memory_bytes"]
-    room = "" if memory is None else f"; {memory / 1e9:.1f} GB of memory are free"
+    room = "" if memory is None else f"; {memory / 1e9:.1f} GB of memory available"
     facts.add_row("", f"{machine['num_cpus']} processors{quota}, {machine['num_threads']} threads{room}")
     for gpu in machine["gpus"]:
         facts.add_row("GPU", gpu)
@@ -355,10 +362,10 @@ def show_machine(report: dict[str, Any]) -> None:
     facts.add_row("compiler", " ".join(report["compiler"] or ["none"]))
     facts.add_row("kernels", _kernels(report))
     promise = Promise(report["promise"]["kind"], report["promise"]["reason"])
-    facts.add_row("promise", f"{promise.describe()}, at best; {UNTIL_MODEL}")
-    facts.add_row("model", f"{report['default_model']}, where none is named")
+    facts.add_row("guarantee", f"{promise.describe()}, at best; {UNTIL_MODEL}")
+    facts.add_row("model", f"{report['default_model']} by default")
     sizes = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in cache["bytes"].items()) or "empty"
-    facts.add_row("cache", f"{cache['folder']}: {sizes}; {cache['free_bytes'] / 1e9:.1f} GB are free there")
+    facts.add_row("cache", f"{cache['folder']}: {sizes}; {cache['free_bytes'] / 1e9:.1f} GB free")
     console.print(facts)
     for copy in cache["packed_copies"]:
         told = f"{copy['file']} ({copy['num_bytes'] / 1e6:.1f} MB, {copy['settings'] or 'settings unknown'})"
@@ -376,12 +383,12 @@ def show_machine(report: dict[str, Any]) -> None:
 
 
 def _kernels(report: dict[str, Any]) -> str:
-    """The kernels in use and their origin, and the reason where there are none."""
+    """Kernels in use and their origin."""
     if report["kernels_from"] == "wheel":
-        return f"{report['kernels']}, precompiled in the wheel, which come before any compiled here"
+        return f"{report['kernels']}, precompiled in the wheel"
     if report["kernels_from"] == "compiler":
-        return f"{report['kernels']}, compiled on this machine; of precompiled ones: {report['precompiled']}"
-    return "none of the library's own"
+        return f"{report['kernels']}, compiled on this machine; precompiled kernels: {report['precompiled']}"
+    return "none of foredraft's own"
 
 
 def _is_writable(folder: Path) -> bool:
@@ -389,12 +396,12 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest parent that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files below; those that go away meanwhile do not count."""
+    """Bytes of the files below a folder. Files that are removed meanwhile are not counted."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

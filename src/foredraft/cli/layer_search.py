@@ -1,4 +1,4 @@
-"""The search behind ``foredraft tune layer-skip``: its options and its report."""
+"""Search of ``foredraft tune layer-skip``: options and report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from foredraft.cli.options import NumSpeculativeTokens, numbers
 from foredraft.cli.prompts import NumPrompts, TuneOptions
-from foredraft.cli.running import choose_model, say
+from foredraft.cli.running import choose_model, hide_loading, say, show_loading
 from foredraft.ending import finishing
 from foredraft.progress import stages
 
@@ -33,38 +33,38 @@ class SearchOptions(TuneOptions):
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="PATH|HUB_ID|zoo:NAME",
-            help="The model that will draft for itself; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+            metavar="[MODEL]",
+            help="The model, which drafts for itself. Default: zoo:smollm2 if it is installed, else zoo:tiny.",
         ),
     ] = None
     num_prompts: NumPrompts = 8
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt; the published search took 32.", min=2)] = 32
-    trials: Annotated[int, typer.Option(help="Different sets to try, resumed ones included.", min=1)] = 100
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=2)] = 32
+    trials: Annotated[int, typer.Option(help="Number of layer sets to try.", min=1)] = 100
     objective: Annotated[
         str,
-        typer.Option(help="time: measured, interleaved with plain decoding; acceptance: computed, for noisy machines."),
+        typer.Option(metavar="|".join(OBJECTIVES), help="time is measured; acceptance is computed, for busy machines."),
     ] = "time"
-    keep_layers: Annotated[str, typer.Option(help="Layers to keep whole, by comma; -1 is the last.")] = ""
+    keep_layers: Annotated[str, typer.Option(metavar="N,N,...", help="Layers never to skip; -1 is the last.")] = ""
     num_speculative_tokens: NumSpeculativeTokens = None
     speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of layer_skip besides the set.")
+        str | None, typer.Option(metavar="JSON|@FILE", help="Other settings of layer_skip.")
     ] = None
-    repeats: Annotated[int, typer.Option(help="Rounds of plain, set, set, plain per prompt and trial.", min=1)] = 1
-    finalists: Annotated[
-        int, typer.Option(help="Best sets that are timed once more, interleaved; 0 for none.", min=0)
-    ] = 3
-    scale: Annotated[str, typer.Option(help="Inflate in width for timing: none, 100m or HIDDENxFFN.")] = "none"
+    repeats: Annotated[int, typer.Option(help="Timings per prompt and trial.", min=1)] = 1
+    finalists: Annotated[int, typer.Option(help="Number of best sets to time again; 0: none.", min=0)] = 3
+    scale: Annotated[
+        str, typer.Option(metavar="none|100m|HIDDENxFFN", hidden=True, help="Time a wider copy of the model.")
+    ] = "none"
     seed: Annotated[int, typer.Option(help="Seed of the optimiser.", min=0)] = 0
 
     def defining(self) -> dict[str, Any]:
-        """Options that define a search, without its drafter; equal ones make trials comparable."""
+        """Options that identify a search, without its drafter. Trials of equal options are comparable."""
         names = ("model", "prompts", "raw", "num_prompts", "max_new_tokens", "objective", "keep_layers", "scale")
         loading = {name: value for name, value in self.loading().items() if value is not None}
         return {**{name: getattr(self, name) for name in names}, **loading, "seed": self.seed}
 
 
 def find_layers(options: SearchOptions, journal: Path, resume: bool) -> tuple[LayerSearch, dict[str, Any]]:
-    """Try sets until there are enough of them; the search, and a report of the best set.
+    """Try layer sets; return the search and a report of the best set.
 
     Ctrl-C ends the search and keeps its trials.
 
@@ -72,8 +72,8 @@ def find_layers(options: SearchOptions, journal: Path, resume: bool) -> tuple[La
       journal: file of the trials.
       resume: continue an earlier search.
 
-    Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError; NothingAcceptedError where no set that was
-      tried is of any use; KeyboardInterrupt where none was tried.
+    Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError; NothingAcceptedError if no draft of any
+      set was accepted; KeyboardInterrupt before the first trial.
     """
     from foredraft.errors import ConfigError
     from foredraft.loading.models import adapter_of
@@ -83,6 +83,8 @@ def find_layers(options: SearchOptions, journal: Path, resume: bool) -> tuple[La
 
     model = choose_model(options.model)
     options = replace(options, model=model)
+    show_loading(model)
+    hide_loading()
     draft_keys = _draft_keys(options.speculative_config, options.num_speculative_tokens)
     require_optuna()
     if options.objective not in OBJECTIVES:
@@ -94,7 +96,7 @@ def find_layers(options: SearchOptions, journal: Path, resume: bool) -> tuple[La
     target = adapter_of(loaded, execution, kv_cache_dtype)
     timed = target if bigger is loaded else adapter_of(bigger, execution, kv_cache_dtype)
     space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
-    # accepted tokens are the same on the model as it is and on the inflated one, on which time is measured
+    # the wider copy, on which time is measured, accepts the same tokens as the model
     task, counted = (Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target))
     identity = {
         **{key: value for key, value in options.defining().items() if key != "seed"},
@@ -115,19 +117,19 @@ def find_layers(options: SearchOptions, journal: Path, resume: bool) -> tuple[La
     with stages() as watch:
 
         def tell() -> None:
-            best = f"best {search.best.value:.3f} of plain's time, {words(search.best.layer_set)}"
+            best = f"best: {search.best.value:.3f} of the time of plain decoding, {words(search.best.layer_set)}"
             watch(f"sets tried, {best}", len(search.trials), options.trials)
 
         search.run(score, options.trials, tell)
     if not search.trials:
-        say("interrupted before any set was tried; nothing was written")
+        say("interrupted before the first trial; nothing was written")
         raise KeyboardInterrupt
     with finishing() if search.is_interrupted else nullcontext():
         return search, _report(search, task, options, draft_keys)
 
 
 def _report(search: LayerSearch, task: Task, options: SearchOptions, draft_keys: dict[str, Any]) -> dict[str, Any]:
-    """Choose among the best sets, by a common timing where time decides and the search was not interrupted."""
+    """Report on the best set. If time decides and there was no interrupt, the best sets are timed again together."""
     from foredraft.bench.provenance import conditions
 
     search.check()
@@ -155,7 +157,7 @@ def _report(search: LayerSearch, task: Task, options: SearchOptions, draft_keys:
 
 
 def layer_set_of(report: dict[str, Any], num_layers: int) -> LayerSet:
-    """The result as a file that method layer_skip loads."""
+    """Layer set for method layer_skip."""
     from foredraft.drafters.parts.layer_set import LayerSet
 
     details = {key: value for key, value in report.items() if not key.startswith("skipped_") and key != "out"}
@@ -163,9 +165,9 @@ def layer_set_of(report: dict[str, Any], num_layers: int) -> LayerSet:
 
 
 def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[str, Any]:
-    """Keys of layer_skip that were given, the set aside.
+    """Settings of layer_skip without the layer set.
 
-    Raises: ConfigError for a set, or another method.
+    Raises: ConfigError for a layer set or another method.
     """
     from foredraft.config.written import read_text
     from foredraft.errors import ConfigError
@@ -173,16 +175,16 @@ def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[
     given = {} if config is None else read_text(config)
     if not isinstance(given, dict):
         raise ConfigError(
-            f"--speculative-config is {config!r}, which is not a JSON object; write the keys of layer_skip"
+            f"--speculative-config is {config!r}, which is not a JSON object; give settings of layer_skip"
         )
     if num_speculative_tokens is not None:
         given["num_speculative_tokens"] = num_speculative_tokens
     method = given.pop("method", "layer_skip")
     own = sorted(given.keys() & {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "layer_search"})
     if method != "layer_skip" or own:
-        raise ConfigError(f"the search chooses the set of method layer_skip itself; leave out {own or method}")
+        raise ConfigError(f"the search chooses the layer set of method layer_skip; leave out {own or method}")
     if given.get("num_draft_branches", 1) != 1:
-        raise ConfigError("the search decodes chains; leave out num_draft_branches")
+        raise ConfigError("the search supports one branch only; leave out num_draft_branches")
     _config(given, None)
     return given
 

@@ -1,4 +1,4 @@
-"""Options that several verbs take, in groups; what a group means to the library is a method of it."""
+"""Groups of options that several verbs take, with methods that turn them into arguments of the library."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
-from foredraft.cli.running import choose_model, read_text
+from foredraft.cli.help import BASICS, DRAFTING, LIMITS, LOADING, OUTPUT, SAMPLING
+from foredraft.cli.running import be_quiet, be_verbose, choose_model, read_text
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams, UnsetFloat, UnsetInt
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.structured import StructuredOutputs
 from foredraft.config.written import by_comma, tuned
 from foredraft.errors import ConfigError
-from foredraft.methods import methods
 
 N = TypeVar("N")
 
 DEFAULTS = SamplingParams(temperature=UnsetFloat(0.0), max_tokens=UnsetInt(256))
-"""Defaults of the command line: greedy, long enough for an answer. All others are those of `SamplingParams`. The
-model's own go before them, and options before both."""
+"""Defaults of the command line: greedy decoding, long enough for an answer. All others are those of `SamplingParams`.
+Defaults of the model override these, and options override both."""
+
+METHODS = "auto, none, ngram, suffix, draft_model, eagle3"
+"""The methods that are used most; ``foredraft info --keys`` lists all."""
 
 NumSpeculativeTokens = Annotated[
     int | None,
@@ -31,7 +36,8 @@ NumSpeculativeTokens = Annotated[
         "--num-speculative-tokens",
         "-k",
         metavar="K",
-        help="Longest draft. Aliases: --num-assistant-tokens, --num-draft-tokens, --draft-max, ...",
+        rich_help_panel=DRAFTING,
+        help="Longest draft in tokens. Default: the method's.",
     ),
 ]
 Target = Annotated[
@@ -39,18 +45,26 @@ Target = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="PATH|HUB_ID|zoo:NAME",
+        metavar="MODEL",
         show_default=False,
-        help="The model whose text is wanted; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+        rich_help_panel=BASICS,
+        help="Folder, hub id, GGUF file or zoo:NAME. Default: zoo:smollm2, or zoo:tiny if that is not installed.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, one line per result.")]
+AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print results as JSON, one per line.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", rich_help_panel=OUTPUT, help="Show kernels, packing, parameters and threads."),
+]
+_VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""Placeholders of values in the help, by type."""
 
 
 def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb that takes groups of options, as typer reads one: with every option on its own.
+    """Turn a verb that takes groups of options into one that takes every option by itself, as typer needs it.
 
-    A parameter whose type is a dataclass takes the fields of it, and ``Annotated[Group, "seed", ...]`` those alone.
+    A parameter whose type is a dataclass takes all fields, and ``Annotated[Group, "seed", ...]`` only those named.
+    Verbs that load a model also get ``--verbose``.
     """
     options: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
@@ -65,8 +79,17 @@ def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
         else:
             options.append(parameter)
 
+    if any(option.name == "dtype" for option in options):
+        options.append(inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose))
+    for option in options:
+        _name_value(option.annotation)
+
     @wraps(verb)
     def command(**given: Any) -> None:
+        if given.pop("verbose", False):
+            be_verbose()
+        if given.get("as_json"):
+            be_quiet()
         for name, (group, names) in groups.items():
             given[name] = group(**{option: given.pop(option) for option in names})
         verb(**given)
@@ -76,29 +99,43 @@ def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _name_value(annotation: Any) -> None:
+    """Give an option without a placeholder for its value the one of its type."""
+    types, options = get_args(annotation)[:1], get_args(annotation)[1:]
+    for option in options:
+        if isinstance(option, OptionInfo) and option.metavar is None:
+            found = [_VALUES[kind] for kind in (*types, *get_args(types[0])) if kind in _VALUES]
+            option.metavar = next(iter(found), None)
+
+
 @dataclass(frozen=True)
 class ModelChoice:
-    """The model whose text is wanted."""
+    """The model that generates."""
 
     model: Target = None
     gguf_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE.gguf", help="In a directory or at a hub id; --model takes a path of one as it is."),
+        typer.Option(
+            metavar="FILE.gguf",
+            hidden=True,
+            rich_help_panel=LOADING,
+            help="GGUF file inside the folder or hub id of --model. The path of a single file can be given as --model.",
+        ),
     ] = None
 
     def named(self, argument: str | None) -> ModelChoice:
-        """The choice where a model may also be named as an argument.
+        """Combine with a model that was given as an argument.
 
         Raises: BadParameter for two names.
         """
         if argument is None:
             return self
         if self.model is not None:
-            raise typer.BadParameter(f"the model is named twice, {argument} and --model {self.model}; leave one out")
+            raise typer.BadParameter(f"the model is given twice, {argument} and --model {self.model}; leave one out")
         return replace(self, model=argument)
 
     def chosen(self) -> str:
-        """The model that was named, else the best one available."""
+        """Name of the model that was given, else of the best one available."""
         return choose_model(self.model)
 
 
@@ -107,25 +144,48 @@ class TargetOptions:
     """Options of loading a target, under the names that `LLM` takes."""
 
     dtype: Annotated[
-        str, typer.Option(help="auto: the checkpoint's where the device computes in it, else float32.")
+        str,
+        typer.Option(
+            metavar="auto|float32|bfloat16|float16",
+            rich_help_panel=LOADING,
+            show_default=False,
+            help="auto: the checkpoint's if the device supports it.",
+        ),
     ] = "auto"
     execution: Annotated[
-        str, typer.Option(help="auto (compiled or packed on x86, else eager), eager, packed or compiled.")
+        str,
+        typer.Option(
+            metavar="auto|eager|packed|compiled",
+            hidden=True,
+            rich_help_panel=LOADING,
+            help="How layers run. auto: compiled or packed on x86 CPUs, eager elsewhere.",
+        ),
     ] = "auto"
     quantization: Annotated[
         str | None,
-        typer.Option(metavar="int8|int4", help="Round the model's weights to so many bits when they are loaded."),
+        typer.Option(metavar="int8|int4", rich_help_panel=LOADING, help="Round weights to 8 or 4 bits on loading."),
     ] = None
     weights: Annotated[
         str | None,
-        typer.Option(metavar="stored", help="stored: multiply by the blocks of a GGUF file as they lie in it."),
+        typer.Option(
+            metavar="stored",
+            hidden=True,
+            rich_help_panel=LOADING,
+            help="stored: compute with the quantised weights of a GGUF file as they are in the file.",
+        ),
     ] = None
     kv_cache_dtype: Annotated[
-        str, typer.Option(metavar="auto|bfloat16|int8", help="Round keys and values; auto is the dtype of the model.")
+        str,
+        typer.Option(
+            metavar="auto|bfloat16|int8",
+            hidden=True,
+            rich_help_panel=LOADING,
+            help="Precision of keys and values. auto: that of the model.",
+        ),
     ] = "auto"
 
     def loading(self) -> dict[str, Any]:
-        """These options alone, of whatever has more."""
+        """Arguments of `LLM`, without the fields of subclasses."""
         return {each.name: getattr(self, each.name) for each in fields(TargetOptions)}
 
 
@@ -133,79 +193,190 @@ class TargetOptions:
 class LoadingOptions(TargetOptions):
     """Options of loading and running the model, under the names that `LLM` takes."""
 
-    device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|cpu|cuda",
+            rich_help_panel=LOADING,
+            show_default=False,
+            help="Where the model runs. auto: the GPU if there is one.",
+        ),
+    ] = "auto"
     cache_packed: Annotated[
         bool,
-        typer.Option("--cache-packed", help="Keep packed weights in the cache folder, and read them there next time."),
+        typer.Option(
+            "--cache-packed",
+            hidden=True,
+            rich_help_panel=LOADING,
+            help="Keep packed weights in the cache folder, so that the next start is faster.",
+        ),
     ] = False
     generation_config: Annotated[
         str,
         typer.Option(
             metavar="auto|none|FOLDER",
-            help="Defaults of sampling: those of the model's generation_config.json, or none.",
+            hidden=True,
+            rich_help_panel=SAMPLING,
+            help="Source of sampling defaults. auto: the generation_config.json of the model.",
         ),
     ] = "auto"
     exactness: Annotated[
-        str, typer.Option(help="relaxed lets drafts exceed 64 nodes, and near-ties differ from plain decoding.")
+        str,
+        typer.Option(
+            metavar="default|relaxed",
+            hidden=True,
+            rich_help_panel=DRAFTING,
+            help="relaxed: allow drafts of more than 64 tokens. Tokens of nearly equal probability may then differ "
+            "from plain decoding.",
+        ),
     ] = "default"
     profile_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE.json", help="From foredraft tune: the method if none is named, costs, acceptance."),
+        typer.Option(
+            metavar="FILE.json",
+            rich_help_panel=DRAFTING,
+            help="Take method and settings from foredraft tune.",
+        ),
     ] = None
 
 
 Loading = Annotated[
     LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
 ]
-"""Options of verbs that load a model and decide themselves how it is run."""
+"""Options of verbs that load a model and set the other options themselves."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Limits of rows and memory: fields of `EngineConfig`."""
 
-    max_num_seqs: Annotated[int, typer.Option(help="Rows that run at once.")] = EngineConfig.max_num_seqs
-    max_model_len: Annotated[int | None, typer.Option(help="Limit of prompt and output in tokens.")] = None
+    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=LIMITS, help="Most sequences decoded at once.")] = (
+        EngineConfig.max_num_seqs
+    )
+    max_model_len: Annotated[
+        int | None, typer.Option(rich_help_panel=LIMITS, help="Most tokens of prompt and output together.")
+    ] = None
     max_kv_bytes: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Memory of keys and values: 500MB, 2GB, or 40% of what is available."),
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=LIMITS,
+            help="Memory for keys and values: 500MB, 2GB or 40%.",
+        ),
     ] = None
-    prefill_chunk_size: Annotated[int, typer.Option(help="Prompt tokens that running rows wait for at once.")] = (
-        EngineConfig.prefill_chunk_size
-    )
+    prefill_chunk_size: Annotated[
+        int,
+        typer.Option(
+            hidden=True,
+            rich_help_panel=LIMITS,
+            help="Prompt tokens that are read in one pass while other sequences wait.",
+        ),
+    ] = EngineConfig.prefill_chunk_size
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Fields of `SamplingParams`, and of its `StructuredOutputs`, of which one may be given."""
+    """Fields of `SamplingParams` and of its `StructuredOutputs`, of which one may be given."""
 
-    temperature: Annotated[float | None, typer.Option(help="By default the model's, else 0, which is greedy.")] = None
-    top_k: Annotated[int | None, typer.Option(help="By default the model's, else 0, which is off.")] = None
-    top_p: Annotated[float | None, typer.Option(help="By default the model's, else 1, which is off.")] = None
-    min_p: Annotated[float | None, typer.Option(help="By default the model's, else 0, which is off.")] = None
-    typical_p: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.typical_p
-    repetition_penalty: Annotated[float | None, typer.Option(help="By default the model's, else 1, which is off.")] = (
-        None
-    )
-    presence_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.presence_penalty
-    frequency_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.frequency_penalty
-    seed: Annotated[int | None, typer.Option(help="Drawn, and reported, when left out.")] = DEFAULTS.seed
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None
-    n: Annotated[int, typer.Option("-n", help="Samples per prompt.")] = DEFAULTS.n
-    min_tokens: Annotated[int, typer.Option(help="Tokens before which the output may not end.")] = DEFAULTS.min_tokens
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS.")] = DEFAULTS.ignore_eos
+    temperature: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=SAMPLING, help="0 is greedy. Default: the model's, else 0."),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            hidden=True,
+            rich_help_panel=SAMPLING,
+            help="Sample from the N likeliest tokens only; 0 is off. Default: the model's.",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=SAMPLING,
+            help="Keep the likeliest tokens of this total share.",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            hidden=True,
+            rich_help_panel=SAMPLING,
+            help="Drop tokens below this share of the highest probability; 0 is off. Default: the model's.",
+        ),
+    ] = None
+    typical_p: Annotated[
+        float,
+        typer.Option(
+            hidden=True, rich_help_panel=SAMPLING, help="Keep the locally typical tokens of this mass; 1 is off."
+        ),
+    ] = DEFAULTS.typical_p
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            hidden=True,
+            rich_help_panel=SAMPLING,
+            help="Factor that makes tokens of prompt and output less likely; 1 is off. Default: the model's.",
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            hidden=True, rich_help_panel=SAMPLING, help="Penalty for tokens that the output contains; 0 is off."
+        ),
+    ] = DEFAULTS.presence_penalty
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(hidden=True, rich_help_panel=SAMPLING, help="Penalty per occurrence in the output; 0 is off."),
+    ] = DEFAULTS.frequency_penalty
+    seed: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=SAMPLING, help="Seed of sampling. Default: drawn and reported."),
+    ] = DEFAULTS.seed
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", rich_help_panel=SAMPLING, help="Text that ends the output; may be repeated."),
+    ] = None
+    n: Annotated[int, typer.Option("-n", rich_help_panel=SAMPLING, help="Samples per prompt.")] = DEFAULTS.n
+    min_tokens: Annotated[
+        int, typer.Option(hidden=True, rich_help_panel=SAMPLING, help="Fewest tokens before the output may end.")
+    ] = DEFAULTS.min_tokens
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", hidden=True, rich_help_panel=SAMPLING, help="Continue after the model ends the output."
+        ),
+    ] = DEFAULTS.ignore_eos
 
     json_schema: Annotated[
-        str | None, typer.Option(metavar="JSON|@FILE", help="JSON schema that every output must match.")
+        str | None,
+        typer.Option(metavar="JSON|@FILE", rich_help_panel=OUTPUT, help="JSON schema that every output must match."),
     ] = None
-    regex: Annotated[str | None, typer.Option(help="Regular expression that every output must match.")] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(hidden=True, rich_help_panel=OUTPUT, help="Regular expression that every output must match."),
+    ] = None
     grammar: Annotated[
-        str | None, typer.Option(metavar="TEXT|@FILE", help="Grammar in Lark's form or EBNF that it must match.")
+        str | None,
+        typer.Option(
+            metavar="TEXT|@FILE",
+            hidden=True,
+            rich_help_panel=OUTPUT,
+            help="Grammar, in the format of Lark or EBNF, that every output must match.",
+        ),
     ] = None
-    choice: Annotated[list[str] | None, typer.Option(help="Text that an output may be; may be repeated.")] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            hidden=True,
+            rich_help_panel=OUTPUT,
+            help="A permitted output; repeat it for each choice.",
+        ),
+    ] = None
 
     def params(self, **more: Any) -> SamplingParams:
-        """Parameters from these options and further fields; None leaves a default to the model.
+        """Parameters from these options and further fields. None leaves the default to the model.
 
         Raises: ConfigError for several structures.
         """
@@ -221,33 +392,42 @@ class SamplingOptions:
 
 
 _STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
-"""Options of structures by the fields of `StructuredOutputs`."""
+"""Options of output formats by field of `StructuredOutputs`."""
 
 
 @dataclass(frozen=True)
 class DraftingOptions:
     """Options of drafting."""
 
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=DRAFTING,
+            help=f"{METHODS}, ... or a+b; foredraft info --keys lists all. By default auto.",
+        ),
+    ] = None
     draft_model: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH|HUB_ID|zoo:NAME",
-            help="A smaller model with the same tokenizer, or a head. Aliases: --assistant-model, --model-draft, ...",
+            metavar="MODEL",
+            rich_help_panel=DRAFTING,
+            help="Smaller model with the same tokenizer, or a head.",
         ),
     ] = None
-    method: Annotated[str | None, typer.Option(help=f"{', '.join(methods())}; a+b is both. By default auto.")] = None
     num_speculative_tokens: NumSpeculativeTokens = None
     speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON|@FILE", help="All keys of speculation, as in vLLM.")
+        str | None,
+        typer.Option(metavar="JSON|@FILE", rich_help_panel=DRAFTING, help="All drafting settings, with vLLM's keys."),
     ] = None
 
     def config(self, profile_file: str | None = None) -> SpeculativeConfig:
-        """Config of drafting; method `auto` by default.
+        """Config of drafting; the default method is `auto`.
 
         Args:
-          profile_file: output of ``foredraft tune``, if any: its choice goes before the default.
+          profile_file: output of ``foredraft tune``, if any. Its method replaces the default.
 
-        Raises: ConfigError; BadParameter for a config beside other options.
+        Raises: ConfigError; BadParameter for ``speculative_config`` together with another option.
         """
         given: dict[str, Any] = {
             "method": self.method,
@@ -266,7 +446,7 @@ class DraftingOptions:
 
 
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
-    """``1,8`` -> 1 and 8.
+    """Numbers of a list with commas: ``1,8`` -> 1 and 8.
 
     Raises: ConfigError, naming the option.
     """
@@ -274,7 +454,7 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
         return tuple(map(kind, by_comma(text)))
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
-        raise ConfigError(f"--{option} is {text!r}; give {what} by comma, such as 1,8") from None
+        raise ConfigError(f"--{option} is {text!r}; give {what} separated by commas, such as 1,8") from None
 
 
 def _options(given: Mapping[str, Any]) -> str:

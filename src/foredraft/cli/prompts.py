@@ -1,4 +1,4 @@
-"""Prompts of the command line: from arguments, standard input and files, and through the chat template."""
+"""Prompts of the command line: from arguments, standard input and files, with or without the chat template."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 Chat = Annotated[
     bool,
-    typer.Option("--chat", help="Put text through the chat template; what instruct models get without saying so."),
+    typer.Option("--chat", hidden=True, help="Use the chat template. This is the default for instruct models."),
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="Give the model the text as it is, without its chat template.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not use the chat template.")]
 
 _INSTRUCT_NAME = re.compile(r"(?:^|[-_. ])(?:instruct|chat|it)(?:$|[-_. ])", re.IGNORECASE)
 
@@ -36,9 +36,9 @@ class Asked:
     """One prompt.
 
     Args:
-      given: what the user wrote: text, or ``{"prompt_token_ids": [...]}``.
-      prompt: what the model gets.
-      is_templated: the chat template stands between the two.
+      given: the user's prompt: text, or ``{"prompt_token_ids": [...]}``.
+      prompt: prompt for the model.
+      is_templated: whether the chat template was applied.
     """
 
     given: Any
@@ -52,14 +52,14 @@ class Asked:
 def read_prompts(prompts: Sequence[str], file: str | None, *, raw: bool = False) -> list[Any]:
     """Prompts of the command line ("-" is standard input) and of a file.
 
-    Raises: PromptError when there is none, a line cannot be read, or a text is not valid Unicode, or empty without
-      ``raw``.
+    Raises: PromptError if there is no prompt, a line cannot be read, or text is not valid Unicode or, without ``raw``,
+      empty.
     """
     read: list[Any] = [read_stdin() if prompt == STDIN else prompt for prompt in prompts]
     if file is not None:
         read += [one.given for one in read_prompts_file(file)]
     if not read:
-        raise PromptError("there is no prompt; give some text, - for standard input, or --prompts-file")
+        raise PromptError("there is no prompt; give text, - for standard input, or --prompts-file FILE")
     for place, prompt in enumerate(read):
         if isinstance(prompt, str):
             check_text(prompt, place, raw=raw)
@@ -67,16 +67,14 @@ def read_prompts(prompts: Sequence[str], file: str | None, *, raw: bool = False)
 
 
 def check_text(text: str, place: int, *, raw: bool = False) -> None:
-    """Raises: PromptError for text that is not valid Unicode, or empty where it is not to be given as it is."""
+    """Raises: PromptError for text that is not valid Unicode, or that is empty without ``raw``."""
     check_unicode(text, f"prompt {place}")
     if not raw and not text.strip():
-        raise PromptError(
-            f"prompt {place} is empty: {text!r} says nothing to go on with; give some text (--raw gives this as it is)"
-        )
+        raise PromptError(f"prompt {place} is empty: {text!r}; give some text, or --raw to use it as it is")
 
 
 def read_stdin() -> str:
-    """Standard input as one text, in the encoding of the terminal, without the line end that ``echo`` adds."""
+    """Standard input as one text in the encoding of the terminal, without the final line break that ``echo`` adds."""
     return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
 
 
@@ -86,7 +84,7 @@ def read_stdin() -> str:
 def check_template(chat: bool, raw: bool) -> None:
     """Raises: BadParameter for both at once."""
     if chat and raw:
-        raise typer.BadParameter("--chat puts text through the chat template and --raw does not; leave one out")
+        raise typer.BadParameter("--chat uses the chat template and --raw does not; leave one out")
 
 
 def ask(
@@ -97,15 +95,15 @@ def ask(
     chat: bool = False,
     raw: bool = False,
 ) -> list[Asked]:
-    """Every prompt as the model gets it: text as a message to an instruct model, token ids as they are.
+    """Prompts for the model: text as a message for instruct models, token ids unchanged.
 
     Args:
-      model: as the user named it.
-      chat: use the template whatever the model is.
-      raw: never use it.
+      model: name of the model as the user gave it.
+      chat: use the chat template for any model.
+      raw: never use the chat template.
 
     Raises:
-      ConfigError: a template is needed, and there is none.
+      ConfigError: the tokenizer has no chat template, and one is needed.
       PromptError: a message is empty or not valid Unicode.
     """
     listed = list(given)
@@ -125,13 +123,12 @@ def _message(tokenizer: PreTrainedTokenizerBase | None, text: str, place: int) -
 
 
 def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
-    """Whether plain text is a message to this model: the zoo's manifest says so, elsewhere its chat template does.
+    """Whether plain text is a message to this model. The zoo's manifest decides, or else the presence of a template.
 
-    A quantised copy of a model of the zoo carries what the manifest says.
+    Quantised copies of zoo models keep the entry of the manifest. If a model has the name of an instruct model and no
+    template, the user is warned.
 
-    A model that is one by its name and has no template is given the text as it is, and the user is told.
-
-    Raises: ConfigError for a model of the zoo that is to have a template and has none.
+    Raises: ConfigError for a zoo model that needs a template and has none.
     """
     from foredraft import zoo
     from foredraft.loading.models import is_zoo
@@ -142,8 +139,8 @@ def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
         is_meant = zoo.manifest(model).is_instruct
         if is_meant and not has_template:
             raise ConfigError(
-                f"{model} answers messages, and its tokenizer has no chat template to put them in; give --raw, and a "
-                "prompt in the format that it was trained on"
+                f"{model} is an instruct model, but its tokenizer has no chat template; give --raw and a prompt in the "
+                "format that it was trained on"
             )
         return is_meant
     noted = None if tokenizer is None else tokenizer.init_kwargs.get(IS_INSTRUCT)
@@ -151,9 +148,9 @@ def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
         return noted and has_template
     if not has_template and tokenizer is not None and looks_like_instruct(model):
         typer.echo(
-            f"foredraft: by its name {model} is an instruct model, but its tokenizer has no chat template: the prompt "
-            "is given as it is, and the answer may be empty. Put the model's chat_template.jinja beside its tokenizer; "
-            "--raw says that this is meant",
+            f"foredraft: {model} has the name of an instruct model, but its tokenizer has no chat template. The prompt "
+            "is used as it is, and the answer may be empty. Put the model's chat_template.jinja beside its tokenizer, "
+            "or give --raw to hide this message",
             err=True,
         )
     return has_template
@@ -165,33 +162,31 @@ def looks_like_instruct(model: str) -> bool:
 
 
 BUILT_IN = "built-in"
-NumPrompts = Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)]
+NumPrompts = Annotated[int, typer.Option(help="Number of prompts to use.", min=1)]
 
 
 @dataclass(frozen=True)
 class TuneOptions(TargetOptions):
-    """For what target, and on which texts of its."""
+    """Target and prompts of a search."""
 
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PATH|HUB_ID|zoo:NAME", help="The target; zoo:smollm2 where it is installed, else zoo:tiny."
-        ),
+        typer.Argument(metavar="[MODEL]", help="The target. Default: zoo:smollm2 if it is installed, else zoo:tiny."),
     ] = None
-    prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
-        BUILT_IN
-    )
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE", help="JSONL or .txt file with typical prompts, or built-in.")
+    ] = BUILT_IN
     raw: Raw = False
     num_prompts: NumPrompts = 16
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=4)] = 64
 
     def check_prompts(self) -> None:
-        """Raises: PromptError, before anything is loaded, for a file that cannot be read."""
+        """Raises: PromptError for a file that cannot be read; nothing has been loaded then."""
         if self.prompts not in (BUILT_IN, STDIN):
             read_prompts_file(self.prompts)
 
     def read_prompts(self, model: str, tokenizer: Any) -> list[BenchPrompt]:
-        """Token ids to continue: those of a file as `generate` would have them, built-in questions in chat format.
+        """Token ids of the prompts: those of a file as in `generate`, built-in questions in chat format.
 
         Raises: PromptError, ConfigError.
         """
@@ -204,5 +199,7 @@ class TuneOptions(TargetOptions):
             ids = (read_prompt(one.prompt, tokenizer, place).token_ids for place, one in enumerate(asked))
             return [BenchPrompt(str(place), "file", one) for place, one in enumerate(ids)]
         if tokenizer is None:
-            raise ConfigError("the built-in prompts are text, and the model has no tokenizer; give --prompts with ids")
+            raise ConfigError(
+                "the built-in prompts are text, but the model has no tokenizer; give --prompts FILE with token ids"
+            )
         return load_prompts(tokenizer, select(read_questions(), self.num_prompts))

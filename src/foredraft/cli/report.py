@@ -1,4 +1,4 @@
-"""``foredraft report``: a file of results as one page."""
+"""``foredraft report``: results as one HTML page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def report(
     results: Annotated[
         Path,
         typer.Argument(
-            metavar="RESULT.json|jsonl",
-            help="File of bench --output, generate --trace, or verify or tune with --json.",
+            metavar="RESULT.json",
+            help="Result of bench --output, generate --trace, verify --json or tune --json.",
             show_default=False,
         ),
     ],
@@ -25,15 +25,19 @@ def report(
             "--out",
             "-o",
             metavar="FILE.html",
-            help="File of the page; by default, beside the results.",
+            help="The page. Default: next to the results.",
         ),
     ] = None,
-    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the page.")] = None,
 ) -> None:
-    """Write one HTML page of what was measured, judged or generated. It loads nothing from anywhere.
+    """Write measurements, checks or a trace as one HTML page.
 
-    It has the headline of each result, and the speed of every method with its interval. Of a trace, it shows every
-    token by who proposed it, with what was rejected, step by step with the arrow keys.
+    The page needs no network. It shows the speed of every method with its confidence interval. For a trace, it shows
+    the source of every token and the rejected tokens; the arrow keys move from step to step.
+
+    Examples:
+      foredraft report bench.json     (from foredraft bench --output bench.json)
+      foredraft report trace.jsonl    (from foredraft generate --trace trace.jsonl)
     """
     with exit_codes():
         from foredraft.errors import ConfigError
@@ -44,8 +48,10 @@ def report(
         records = read(results)
         place = out or results.with_suffix(".html")
         if place.exists() and place.samefile(results):
-            raise ConfigError(f"{place} holds the results, which the page would replace; give another place by --out")
+            raise ConfigError(
+                f"{place} is the file of the results, which the page would replace; give another file with --out"
+            )
         if place.suffix.lower() not in ("", ".html", ".htm"):
-            raise ConfigError(f"--out is {str(place)!r}, and a report is an HTML page; name it .html")
+            raise ConfigError(f"--out is {str(place)!r}, but a report is an HTML page; use the suffix .html")
         write_text(place, written(records, title or f"foredraft: {results.name}"))
         say(f"written to {place}")

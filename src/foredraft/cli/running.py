@@ -1,4 +1,4 @@
-"""The surroundings of every verb: loading, messages, standard streams and exit codes."""
+"""Surroundings of every verb: loading, messages, standard streams and exit codes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
+from rich.file_proxy import FileProxy
+from rich.status import Status
 
 from foredraft.config.foreign import aliases
-from foredraft.errors import ConfigError, ForedraftError, described
+from foredraft.errors import ConfigError, ForedraftError, told
 
 if TYPE_CHECKING:
     from foredraft.config.speculative import SpeculativeLike
@@ -30,7 +33,7 @@ EXIT_INTERRUPTED = 130
 
 
 def choose_model(model: str | None) -> str:
-    """The model that was named, else the best one available; where that is a toy, the user is told."""
+    """Name of the model that was given, else of the best one available. The user is told if that is a toy."""
     from foredraft import zoo
 
     if model is not None:
@@ -38,50 +41,133 @@ def choose_model(model: str | None) -> str:
     chosen = zoo.default()
     if zoo.manifest(chosen).is_toy:
         real = next(name for name in zoo.names() if not zoo.manifest(name).is_toy)
-        say(f"{chosen} is a toy that babbles. {zoo.why_missing(real)}")
+        say(f"{chosen} is a toy model without useful answers. {zoo.why_missing(real)}")
     return chosen
 
 
 class _Notices(logging.Handler):
-    """Shows what the library says about models, and what was done differently than asked, on standard error."""
+    """Shows records of the library on standard error, and the current stage of loading as a status.
+
+    On a terminal the status is a line that is replaced and removed. Elsewhere, the first stage is a line of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_quiet = False
+        self.least = logging.INFO
+        self._status: Status | None = None
+        self._latest = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record gets a line. A stage updates the status instead if there is one."""
+        if not _is_stage(record):
+            return record.levelno >= self.least
+        text = record.getMessage()
+        is_new, self._latest = text != self._latest, text
+        if self._status is not None:
+            self._status.update(text)
+        return is_new and record.levelno >= self.least and self._status is None and not self.is_quiet
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"foredraft: {self.format(record)}\n")  # which a progress display may have replaced
+        sys.stderr.write(f"foredraft: {self.format(record)}\n")  # a progress display may have replaced the stream
+
+    def begin(self, text: str, *, is_fixed: bool) -> None:
+        """Show a status.
+
+        Args:
+          is_fixed: write a line that stays, also on a terminal.
+        """
+        if self.is_quiet or text == self._latest:
+            return
+        self._latest = text
+        if is_fixed or not sys.stderr.isatty() or isinstance(sys.stderr, FileProxy):
+            say(text)
+        else:
+            self._status = Console(stderr=True).status(text)
+            self._status.start()
+            logging.getLogger("foredraft").setLevel(logging.DEBUG)  # for all stages
+
+    def end(self) -> None:
+        """Remove the status."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def _is_stage(record: logging.LogRecord) -> bool:
+    return bool(vars(record).get("is_stage"))
 
 
 @contextmanager
 def notices() -> Iterator[None]:
-    """While a verb runs: one line for every model that is loaded, and warnings."""
+    """Show records of the library while a verb runs: loaded models, stages of loading, and warnings."""
     logger = logging.getLogger("foredraft")
-    handler, level = _Notices(logging.INFO), logger.level
+    handler, level = _Notices(), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
+        handler.end()
         logger.setLevel(level)
         logger.removeHandler(handler)
 
 
-def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
-    """The model behind a verb. Progress of loading shows on terminals only."""
-    from foredraft.llm import LLM
+def _handlers() -> list[_Notices]:
+    return [one for one in logging.getLogger("foredraft").handlers if isinstance(one, _Notices)]
 
-    hide_progress_of_loading()
-    return LLM(model, config, **options)
+
+def be_verbose() -> None:
+    """Show details of loading and decoding until the verb ends."""
+    logging.getLogger("foredraft").setLevel(logging.DEBUG)
+    for handler in _handlers():
+        handler.least = logging.DEBUG
+
+
+def be_quiet() -> None:
+    """Show no status until the verb ends; load lines and warnings stay."""
+    for handler in _handlers():
+        handler.is_quiet = True
+
+
+def show_loading(model: str) -> None:
+    """Show at once that a model is being loaded: importing torch alone takes seconds."""
+    is_at_hub = not model.startswith("zoo:") and not os.path.exists(os.path.expanduser(model))
+    for handler in _handlers():
+        handler.begin(f"loading {model} ...", is_fixed=is_at_hub)  # downloads have bars of their own
+
+
+def hide_loading() -> None:
+    """Remove the status of `show_loading`."""
+    for handler in _handlers():
+        handler.end()
+
+
+def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
+    """Load the model of a verb, with a status on standard error."""
+    show_loading(model)
+    try:
+        from foredraft.llm import LLM
+
+        hide_progress_of_loading()
+        return LLM(model, config, **options)
+    finally:
+        hide_loading()
 
 
 def hide_progress_of_loading() -> None:
-    """Hide the progress of loading where standard error is not a terminal."""
+    """Hide the progress bars of transformers: the status is enough."""
     from transformers.utils import logging as transformers_logging
 
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raises: ConfigError where writing inside of it fails."""
+    """Context of writing a file.
+
+    Raises: ConfigError if it cannot be written.
+    """
     try:
         yield
     except OSError as error:
@@ -89,14 +175,14 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """One line for people, on standard error."""
+    """Write one line for people to standard error."""
     typer.echo(f"foredraft: {line}", err=True)
 
 
 def read_text(file: str) -> str:
-    """A file that an option names.
+    """Text of a file.
 
-    Raises: ConfigError for one that cannot be read.
+    Raises: ConfigError if it cannot be read.
     """
     try:
         return Path(file).expanduser().read_text(encoding="utf-8-sig")
@@ -105,10 +191,10 @@ def read_text(file: str) -> str:
 
 
 def put_json(record: Mapping[str, Any]) -> None:
-    """One object on a line of standard output: readable where its encoding can hold it, escaped elsewhere.
+    """Write one JSON object as a line of standard output.
 
-    What some readers take for a line end (U+2028, U+2029, U+0085) is always escaped. NaN and infinities, which JSON has
-    no words for, become null.
+    Characters that the encoding of the stream cannot represent are escaped, as are U+2028, U+2029 and U+0085, which
+    some readers take for line breaks. NaN and infinities become null.
     """
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
@@ -126,11 +212,11 @@ def put_json(record: Mapping[str, Any]) -> None:
 
 
 class _Stream(io.FileIO):
-    """The file behind a standard stream, which tells at most once that it cannot be written.
+    """File behind a standard stream. It reports at most once that it cannot be written.
 
     Args:
-      descriptor: of the open file.
-      is_needed: raise a ConfigError then; else what is written is lost without a word.
+      descriptor: descriptor of the open file.
+      is_needed: raise a ConfigError if it cannot be written; otherwise the data is dropped.
     """
 
     def __init__(self, descriptor: int, *, is_needed: bool) -> None:
@@ -138,7 +224,7 @@ class _Stream(io.FileIO):
         self._is_needed = is_needed
 
     def write(self, data: Any) -> int:
-        """All of it: what lies above may have no buffer to write the rest from."""
+        """Write all data: the layer above may have no buffer for the rest."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         try:
@@ -149,23 +235,23 @@ class _Stream(io.FileIO):
                 raise
         except OSError as error:
             if self._is_needed:
-                self._is_needed = False  # the end of the process writes what is left once more
+                self._is_needed = False  # the end of the process writes the rest again
                 raise ConfigError(
-                    f"standard output cannot be written ({error.strerror}), so what was to follow is lost; make room, "
-                    "or send it elsewhere"
+                    f"standard output cannot be written ({error.strerror}), so further output is lost; make room, or "
+                    "redirect it"
                 ) from None
         return size
 
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Whatever the command line runs, with streams that were closed or cannot be written.
+    """Context of the command line in which closed or unwritable standard streams are handled.
 
-    Python has None for a stream that was closed, and ends with code 0, or with a traceback at the very end, where
-    standard output cannot be written. Output that is lost is a refusal here; lost messages are not.
+    Python sets closed streams to None. If standard output cannot be written, it ends with code 0 or with a traceback.
+    In this context lost output is an error, and lost messages are not.
     """
     if not os.environ.get("COLUMNS", "").strip("0"):
-        os.environ.pop("COLUMNS", None)  # a terminal that does not tell its width has 0, at which rich writes nothing
+        os.environ.pop("COLUMNS", None)  # a terminal of unknown width has 0, at which rich writes nothing
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process runs
     if sys.stderr is None:
@@ -174,7 +260,7 @@ def standard_streams() -> Iterator[None]:
         sys.stderr = _told(sys.stderr, is_needed=False)
     try:
         if sys.stdout is None:
-            raise ConfigError("standard output is closed; give it a place, /dev/null for instance")
+            raise ConfigError("standard output is closed; redirect it, for example to /dev/null")
         if sys.stdout is sys.__stdout__:
             sys.stdout = _told(sys.stdout, is_needed=True)
         try:
@@ -182,7 +268,7 @@ def standard_streams() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except ConfigError as error:
-        say(described(error))
+        say(f"error: {told(error)}")
         sys.exit(EXIT_REFUSED)
     except BrokenPipeError:
         _drop_output()
@@ -194,7 +280,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _told(stream: Any, *, is_needed: bool) -> Any:
-    """The same stream over a `_Stream`."""
+    """Stream over a `_Stream` with the same settings."""
     raw = _Stream(stream.fileno(), is_needed=is_needed)
     options = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
     buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
@@ -202,14 +288,14 @@ def _told(stream: Any, *, is_needed: bool) -> Any:
 
 
 def _drop_output() -> None:
-    """Let what is still to be written go nowhere: the reader has seen enough."""
+    """Drop all further output: its reader has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tolerate_encodings() -> None:
-    """No text of a model or a user breaks a stream: what its encoding cannot hold is written as an escape.
+    """Write characters that the encoding of a stream cannot represent as escapes.
 
-    Bytes of standard input that are not text are marked, so that prompts with them are refused by name.
+    Invalid bytes of standard input are marked, so that prompts with them are refused.
     """
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -218,11 +304,11 @@ def tolerate_encodings() -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn what is raised on purpose into a message on standard error and a documented exit code."""
+    """Turn errors of the library into a message on standard error and a documented exit code."""
     try:
         yield
     except ForedraftError as error:
-        say(described(error))
+        say(f"error: {told(error)}")
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -232,7 +318,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def respell(arguments: Sequence[str]) -> list[str]:
-    """Options of other tools under their names here: ``--assistant-model=X`` -> ``--draft-model=X``."""
+    """Replace options of other tools by those of foredraft: ``--assistant-model=X`` -> ``--draft-model=X``."""
     names = {"model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
     table = {
         "--" + name.replace("_", "-"): names[alias.key]

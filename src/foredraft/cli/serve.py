@@ -1,17 +1,17 @@
-"""``foredraft serve``: the OpenAI-compatible server."""
+"""``foredraft serve``: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from foredraft.cli.help import DRAFTING, LIMITS, OUTPUT
 from foredraft.cli.options import DraftingOptions, EngineOptions, LoadingOptions, ModelChoice, takes_groups
-from foredraft.cli.running import exit_codes, load_llm, read_text, say
+from foredraft.cli.running import exit_codes, hide_loading, load_llm, read_text, say, show_loading
 from foredraft.config.engine import EngineConfig
 from foredraft.errors import ConfigError
 from foredraft.extras import install_command
@@ -34,107 +34,158 @@ DEFAULTS = ServerSettings()
 @takes_groups
 def serve(
     *,
-    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The model, as in --model.", show_default=False)
+    ] = None,
     model: ModelChoice,
     drafting: DraftingOptions,
     loading: LoadingOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name of the model in requests; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Model name for requests; may be repeated.")
     ] = None,
     drafting_setting: Annotated[
         list[str] | None,
         typer.Option(
             "--drafting",
             metavar="NAME=METHOD|JSON",
-            help="Another way of drafting for the same model in memory, served under this name; may be repeated.",
+            hidden=True,
+            rich_help_panel=DRAFTING,
+            help="Serve the same model under another name with another drafting method; may be repeated.",
         ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="KEY",
             show_default=False,
-            help=f"Key that clients must send; may be repeated. Also {KEY_VARIABLE}, or --api-key-file.",
+            help=f"Key that clients must send; also {KEY_VARIABLE}.",
         ),
     ] = None,
-    api_key_file: Annotated[str | None, typer.Option(metavar="FILE", help="Keys, one on each line.")] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(metavar="FILE", hidden=True, help="File of API keys, one per line.")
+    ] = None,
     cors_origins: Annotated[
-        list[str] | None, typer.Option(help="Web page that may call the server; may be repeated, * is every one.")
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", hidden=True, help="Web page that may call the server, or *; may be repeated."),
     ] = None,
     rows: Annotated[EngineOptions, "max_num_seqs", "max_model_len"],
     max_kv_bytes: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of keys and values: 500MB, 2GB, 40% of what is free, or none for no limit. By default 40%, "
-            "shared by all ways of drafting and replicas.",
+            rich_help_panel=LIMITS,
+            help="Memory for keys and values: 500MB, 2GB, 40% or none. Default: 40% of the available memory.",
             show_default=False,
         ),
     ] = None,
     prefill_chunk_size: Annotated[
         int | None,
         typer.Option(
-            help="Prompt tokens that running rows wait for at once. By default 64 on a processor, where later prompts "
-            f"then take over every token that they share, and {EngineConfig.prefill_chunk_size} on a GPU.",
+            hidden=True,
+            rich_help_panel=LIMITS,
+            help="Prompt tokens that are read in one pass while other sequences wait. Default: 64 on a CPU, where "
+            f"later prompts then share every common token; {EngineConfig.prefill_chunk_size} on a GPU.",
             show_default=False,
         ),
     ] = None,
     num_cached_prefixes: Annotated[
-        int, typer.Option(help="Texts whose prompts are kept for others that begin like them; 0 keeps none.")
+        int,
+        typer.Option(
+            rich_help_panel=LIMITS, help="Finished requests whose cache is kept for prompts with the same beginning."
+        ),
     ] = 8,
     max_queued_requests: Annotated[
-        int, typer.Option(min=-1, help="Requests that may wait; more get 429. -1 is no limit.")
+        int, typer.Option(min=-1, rich_help_panel=LIMITS, help="Most waiting requests; others get 429. -1: no limit.")
     ] = DEFAULTS.max_queued_requests or 0,
-    max_queued_tokens: Annotated[int, typer.Option(min=-1, help="Tokens of their prompts; -1 is no limit.")] = -1,
-    max_body_bytes: Annotated[int, typer.Option(help="Size of a request; more gets 413.")] = DEFAULTS.max_body_bytes,
-    max_n: Annotated[int, typer.Option(help="Samples of a prompt.")] = DEFAULTS.max_n,
+    max_queued_tokens: Annotated[
+        int,
+        typer.Option(
+            min=-1, hidden=True, rich_help_panel=LIMITS, help="Most prompt tokens of waiting requests; -1: no limit."
+        ),
+    ] = -1,
+    max_body_bytes: Annotated[
+        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Most bytes of a request; larger ones get 413.")
+    ] = DEFAULTS.max_body_bytes,
+    max_n: Annotated[
+        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Most samples per prompt.")
+    ] = DEFAULTS.max_n,
     max_logprobs: Annotated[
-        int, typer.Option(help="Most likely tokens that may be asked for.")
+        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Most alternatives per token (top_logprobs).")
     ] = DEFAULTS.max_logprobs,
-    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = DEFAULTS.request_timeout,
+    request_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", rich_help_panel=LIMITS, help="Longest time per request.")
+    ] = DEFAULTS.request_timeout,
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that requests have left after Ctrl-C or SIGTERM.")
+        float,
+        typer.Option(metavar="SECONDS", hidden=True, rich_help_panel=LIMITS, help="Time for requests after Ctrl-C."),
     ] = DEFAULTS.shutdown_timeout,
     stream_granularity: Annotated[
-        str, typer.Option(help=f"{' or '.join(GRANULARITIES)}: what a chunk of a stream holds.")
+        str,
+        typer.Option(
+            metavar="|".join(GRANULARITIES), hidden=True, rich_help_panel=OUTPUT, help="Content of a chunk of a stream."
+        ),
     ] = DEFAULTS.stream_granularity,
     per_request_spec_decode_metrics: Annotated[
-        str, typer.Option(help=f"{', '.join(DETAILS)}: counts of speculation with every answer.")
+        str,
+        typer.Option(
+            metavar="|".join(DETAILS),
+            hidden=True,
+            rich_help_panel=OUTPUT,
+            help="Add counts of drafting to every answer.",
+        ),
     ] = DEFAULTS.spec_decode_metrics,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help=f"{', '.join(PARSERS)}: format in which the model calls tools.")
+        str | None,
+        typer.Option(metavar="|".join(PARSERS), rich_help_panel=OUTPUT, help="Format in which the model calls tools."),
     ] = None,
     chat_template: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Template in place of the model's own.")
+        str | None, typer.Option(metavar="FILE", hidden=True, help="Chat template to use instead of the model's.")
     ] = None,
-    strict_fields: Annotated[bool, typer.Option("--strict-fields", help="Refuse fields that are not known.")] = False,
+    strict_fields: Annotated[bool, typer.Option("--strict-fields", hidden=True, help="Refuse unknown fields.")] = False,
     enable_log_requests: Annotated[
-        bool, typer.Option("--enable-log-requests", help="Write requests, prompts included, to the log.")
+        bool,
+        typer.Option("--enable-log-requests", hidden=True, rich_help_panel=OUTPUT, help="Log requests with prompts."),
     ] = False,
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            "--access-log/--no-access-log", rich_help_panel=OUTPUT, help="Log every request, and the throughput."
+        ),
+    ] = True,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Engines in processes of their own, by Ray; texts outlive them.")
+        int | None, typer.Option(min=1, hidden=True, help="Number of engines in processes of their own, run by Ray.")
     ] = None,
-    replica_cpus: Annotated[int, typer.Option(min=1, help="Processors, so threads, of each replica.")] = 1,
+    replica_cpus: Annotated[
+        int, typer.Option(min=1, hidden=True, help="Processors, and threads, of each replica.")
+    ] = 1,
     ray_address: Annotated[
-        str | None, typer.Option(help="Cluster that runs the replicas; by default one begins on this machine.")
+        str | None, typer.Option(hidden=True, help="Ray cluster of the replicas. Default: one on this machine.")
     ] = None,
     stall_timeout: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
             min=LEAST_STALL_SECONDS,
-            help="With --replicas: of silence, after which a replica loses its requests to others; by default "
+            hidden=True,
+            help="With --replicas: silence after which the requests of a replica move to others. Default: "
             f"{FailoverSettings.stall_timeout:g}.",
         ),
     ] = None,
 ) -> None:
-    """Serve a model to clients of the OpenAI API: chat, completions, streams with one token per chunk, metrics.
+    """Serve a model to clients of the OpenAI API.
 
-    One model is loaded; requests share its batches. Ctrl-C and SIGTERM let requests come to their end, a second one
-    does not wait. Keys given on the command line can be seen by other users of the machine.
+    The server has chat, completions, responses, metrics and a web page. Ctrl-C waits for running requests; a second
+    one stops at once.
+
+    Examples:
+      foredraft serve
+      foredraft serve path/to/model --port 9000 --api-key secret
     """
     with exit_codes():
+        chosen = model.named(name).chosen()
+        show_loading(chosen)
         try:
             from foredraft.serve.served import ServedModels, default_share, with_kv_limit
             from foredraft.serve.server import Server
@@ -142,9 +193,6 @@ def serve(
             raise ConfigError(
                 f"foredraft serve needs {error.name}; install it with: {install_command('serve')}"
             ) from None
-        chosen = replace(model, model=name).chosen() if name is not None else model.chosen()
-        if name is not None and model.model not in (None, name):
-            raise ConfigError(f"the model is {name!r} and --model {model.model!r}; give one")
         names = served_model_name or [chosen]
         settings = ServerSettings(
             api_keys=_keys(api_key, api_key_file),
@@ -161,6 +209,7 @@ def serve(
             spec_decode_metrics=per_request_spec_decode_metrics,
             tool_call_parser=tool_call_parser,
             log_requests=enable_log_requests,
+            access_log=access_log,
         )
         template = None if chat_template is None else read_text(chat_template)
         offer = ServedModels.of(names, drafting_setting or (), template)
@@ -174,7 +223,7 @@ def serve(
         }
         options = {**vars(loading), **vars(rows), **kept}
         if stall_timeout is not None and replicas is None and ray_address is None:
-            raise typer.BadParameter("--stall-timeout is for replicas; give --replicas")
+            raise typer.BadParameter("--stall-timeout needs --replicas")
         if replicas is not None or ray_address is not None:
             from foredraft.serve.ray import check_ray
             from foredraft.serve.ray.config import ClusterConfig
@@ -195,7 +244,8 @@ def serve(
             )
             if max_kv_bytes is None:
                 share = default_share(cluster.num_engines)
-                say(f"keys and values: {share} of the free memory at most for each engine; --max-kv-bytes sets it")
+                say(f"each engine may use {share} of the available memory for keys and values (--max-kv-bytes)")
+            hide_loading()
             serve_cluster(cluster, ray_address, host=host, port=port, say=say)
             return
 
@@ -210,7 +260,7 @@ def serve(
 
 
 def _leave() -> NoReturn:
-    """End this process at once, with status 0, around a thread that computes: see `Server.run_until_end`."""
+    """End this process at once with status 0, although a thread is computing; see `Server.run_until_end`."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -218,7 +268,7 @@ def _leave() -> NoReturn:
 
 
 def _chunk_size(device: str) -> int:
-    """Tokens of a chunk of a prompt, unless the user says: on a processor as many as its kernels of steps take."""
+    """Default tokens per chunk of a prompt: on a CPU the most that the kernels of a step take."""
     from foredraft.loading.models import choose_device
     from foredraft.native.abi import MOST_NODES
 
@@ -226,9 +276,9 @@ def _chunk_size(device: str) -> int:
 
 
 def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
-    """Keys of the options, of the file and of the environment.
+    """API keys from options, file and environment.
 
-    Raises: ConfigError for a file that cannot be read, or has no keys.
+    Raises: ConfigError for a file that cannot be read or has no keys.
     """
     keys = list(given or ())
     if KEY_VARIABLE in os.environ:
@@ -236,6 +286,6 @@ def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
     if file is not None:
         lines = [line.strip() for line in read_text(file).splitlines()]
         if not any(lines):
-            raise ConfigError(f"{file} holds no keys; write one on each line")
+            raise ConfigError(f"{file} has no keys; write one per line")
         keys += [line for line in lines if line]
     return tuple(keys)

@@ -1,4 +1,4 @@
-"""The file of ``foredraft generate --trace``: what every step drafted, kept and rejected, token by token."""
+"""File of ``foredraft generate --trace``: drafted, accepted and rejected tokens of every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foredraft.views.token_view import tell_drafts
 
 
 class TraceFile:
-    """Notes the steps of a stream and writes them, one JSON object per sample."""
+    """Records the steps of a stream and writes one JSON object per sample."""
 
     def __init__(self, file: Path, llm: LLM) -> None:
         self._file = file
@@ -27,7 +27,7 @@ class TraceFile:
         self._steps: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
 
     def note(self, delta: StreamOutput) -> None:
-        """Note the tokens of one step, the proposer of each, and the branches that were rejected beside them."""
+        """Record the tokens of one step, their sources, and the rejected branches."""
         if not delta.token_ids and not delta.text:
             return
         texts = list(delta.texts) or ([delta.text] if delta.text else [])
@@ -42,9 +42,9 @@ class TraceFile:
         )
 
     def write(self, stream: Stream) -> None:
-        """Write all samples, those that were interrupted with what they have.
+        """Write all samples; interrupted ones with their tokens so far.
 
-        Raises: ConfigError where that is not possible.
+        Raises: ConfigError if the file cannot be written.
         """
         lines = []
         memory = peak_memory(self._target)
@@ -53,7 +53,7 @@ class TraceFile:
             for sample in output.outputs:
                 plans = [asdict(step) for step in output.metrics.trace if step.sample == sample.index]
                 steps = self._steps[place, sample.index]
-                for step, plan in zip(steps, plans, strict=False):  # a step may end a text and tell of no token
+                for step, plan in zip(steps, plans, strict=False):  # a step that ends the output may have no token
                     step |= plan
                 told = {key: record[key] for key in ("prompt", "num_prompt_tokens", "lossless", "metrics", "timings")}
                 lines.append(

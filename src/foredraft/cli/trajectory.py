@@ -1,4 +1,4 @@
-"""``foredraft trajectory``: the Jacobi iterations behind a text."""
+"""``foredraft trajectory``: the Jacobi iterations behind an output."""
 
 from __future__ import annotations
 
@@ -8,33 +8,46 @@ from typing import Annotated
 
 import typer
 
+from foredraft.cli.help import OUTPUT
 from foredraft.cli.options import AsJson, Loading, ModelChoice, SamplingOptions, takes_groups
 from foredraft.cli.prompts import Chat, Raw, ask, check_template, read_prompts
-from foredraft.cli.running import exit_codes, load_llm, put_json
+from foredraft.cli.running import exit_codes, load_llm, put_json, show_loading
 from foredraft.folders import check_place
 
 
 @takes_groups
 def trajectory(
     *,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")],
     model: ModelChoice,
-    block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
+    block: Annotated[int, typer.Option("--block", metavar="N", help="Tokens per block.")] = 16,
     initial_guess: Annotated[
-        str, typer.Option(help="repeat (the last token), prompt (its tokens) or random (of the vocabulary).")
+        str,
+        typer.Option(
+            metavar="repeat|prompt|random", help="First guess: the last token, tokens of the prompt, or random tokens."
+        ),
     ] = "repeat",
-    max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of the output.")] = 64,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "seed"],
     chat: Chat = False,
     raw: Raw = False,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
-    jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="Write an HTML page.")
+    ] = None,
+    jsonl: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="Write training data: one line per block."),
+    ] = None,
     loading: Loading,
     as_json: AsJson = False,
 ) -> None:
-    """Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.
+    """Show the iterations of Jacobi decoding behind an output.
 
-    Standard output gets a table, or with --json one line per block.
+    Every block of tokens is guessed and corrected until it no longer changes. The table has one row per iteration.
+
+    Examples:
+      foredraft trajectory "Once upon a time"
+      foredraft trajectory "Once upon a time" --block 8 --html page.html
     """
     with exit_codes():
         params = sampling.params(max_tokens=max_new_tokens)
@@ -44,6 +57,7 @@ def trajectory(
             if file is not None:
                 check_place(file)
         name = model.chosen()
+        show_loading(name)
         from foredraft.folders import write_text
         from foredraft.views.trajectory import trajectory as trace
 

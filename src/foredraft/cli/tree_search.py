@@ -1,4 +1,4 @@
-"""The search behind ``foredraft tune tree``: its options, and what it found, as data and for people."""
+"""Search of ``foredraft tune tree``: options, and its result as data and as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli.prompts import TuneOptions
-from foredraft.cli.running import choose_model, load_llm
+from foredraft.cli.running import choose_model, load_llm, show_loading
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -27,34 +27,35 @@ class TreeOptions(TuneOptions):
 
     heads: Annotated[
         str | None,
-        typer.Option(metavar="PATH|HUB_ID", help="Its heads: a folder or a hub id with Medusa's or Hydra's."),
+        typer.Option(metavar="MODEL", help="Folder or hub id of Medusa or Hydra heads."),
     ] = None
     speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of medusa, hydra or eagle, instead of --heads.")
+        str | None, typer.Option(metavar="JSON|@FILE", help="Settings of medusa, hydra or eagle, instead of --heads.")
     ] = None
-    temperature: Annotated[float, typer.Option(help="At which the texts are sampled; 0 is greedy.", min=0.0)] = 0.0
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes of the tree, root included; by default as many as pay here.", min=2)
+        int | None, typer.Option(help="Nodes of the tree with its root. Default: the fastest number.", min=2)
     ] = None
-    max_nodes: Annotated[int, typer.Option(help="Largest tree to consider, root included.", min=2)] = 64
-    repeats: Annotated[int, typer.Option(help="Timings of every size; the shortest counts.", min=1)] = 9
-    seed: Annotated[int, typer.Option(help="Of the sampled texts.", min=0)] = 0
+    max_nodes: Annotated[int, typer.Option(help="Most nodes to consider, with the root.", min=2)] = 64
+    repeats: Annotated[int, typer.Option(help="Timings per size; the shortest counts.", min=1)] = 9
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0)] = 0
 
 
 def find_tree(options: TreeOptions) -> tuple[RankTree, dict[str, Any]]:
-    """Measure what the heads get right and what steps cost; the best tree, and a report.
+    """Measure accuracies and step times; return the best tree and a report.
 
-    Ctrl-C ends the texts; costs are then timed once each.
+    Ctrl-C ends the decoding; steps are then timed once.
 
     Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
     """
+    model = choose_model(options.model)
+    show_loading(model)
     from foredraft.bench.provenance import conditions
     from foredraft.config.sampling import SamplingParams
     from foredraft.drafters.heads.eagle import EagleDrafter
     from foredraft.errors import ConfigError
     from foredraft.tune.trees import measured_costs, measured_hits, search, watched_hits
 
-    model = choose_model(options.model)
     llm = _loaded(model, options)
     drafter = _drafter(llm)
     prompts = [prompt.token_ids for prompt in options.read_prompts(model, llm.tokenizer)]
@@ -69,7 +70,7 @@ def find_tree(options: TreeOptions) -> tuple[RankTree, dict[str, Any]]:
         else:
             hits = measured_hits(llm.target, drafter, prompts, params, interrupted)
     except ConfigError:
-        if interrupted.is_set():  # too early to tell anything
+        if interrupted.is_set():  # before the first result
             raise KeyboardInterrupt from None
         raise
     longest, repeats = max(prompts, key=len), 1 if interrupted.is_set() else options.repeats
@@ -101,12 +102,12 @@ def find_tree(options: TreeOptions) -> tuple[RankTree, dict[str, Any]]:
 
 
 def _loaded(model: str, options: TreeOptions) -> LLM:
-    """The target with its heads."""
+    """Load the target with its heads."""
     from foredraft.config.speculative import SpeculativeConfig
     from foredraft.errors import ConfigError
 
     if (options.heads is None) == (options.speculative_config is None):
-        raise ConfigError("give the heads, either by --heads or by --speculative-config")
+        raise ConfigError("give the heads with either --heads or --speculative-config")
     config = SpeculativeConfig.parse(
         {"model": options.heads} if options.speculative_config is None else options.speculative_config
     )
@@ -114,9 +115,9 @@ def _loaded(model: str, options: TreeOptions) -> LLM:
 
 
 def _drafter(llm: LLM) -> Any:
-    """A drafter of heads with a static tree.
+    """Drafter with heads and a static tree.
 
-    Raises: ConfigError for any other, saying which method it is.
+    Raises: ConfigError for any other method.
     """
     from foredraft.drafters.heads.eagle import EagleDrafter
     from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
@@ -125,7 +126,7 @@ def _drafter(llm: LLM) -> Any:
     drafter = llm.drafting.new_drafter()
     if not isinstance(drafter, (MultiHeadDrafter, EagleDrafter)):
         method = llm.speculative_config.method
-        raise ConfigError(f"this search is for the static trees of medusa, hydra and eagle, not for {method!r}")
+        raise ConfigError(f"the search supports the static trees of medusa, hydra and eagle, not {method!r}")
     return drafter
 
 
@@ -133,15 +134,15 @@ def show_tree(details: dict[str, Any], out: Path | None) -> None:
     """Print a report."""
     console = Console(highlight=False)
     if details["is_interrupted"]:
-        console.print("interrupted: this is what the texts said by then, with costs timed once each")
-    accuracies = Table(title=f"how often the candidate of each rank was right, at {details['num_places']} places")
+        console.print("interrupted: the result uses the text so far and single timings")
+    accuracies = Table(title=f"accuracy of candidates by rank, at {details['num_places']} positions")
     accuracies.add_column("head")
     for rank in range(_SHOWN_RANKS):
         accuracies.add_column(f"rank {rank}", justify="right")
     for depth, shares in enumerate(details["accuracies"]):
         accuracies.add_row(str(depth), *(f"{share:.3f}" for share in shares[:_SHOWN_RANKS]))
     console.print(accuracies)
-    sizes = Table(title="what a tree of n nodes brings, and what its step costs by a plain one")
+    sizes = Table(title="tokens per step and cost of a tree of n nodes, relative to a plain step")
     for column in ("n", "tokens per step", "cost", "x plain"):
         sizes.add_column(column, justify="right")
     shown = {2, 4, 8, 12, 16, 24, 32, 48, 64, details["num_nodes"]}
@@ -151,10 +152,10 @@ def show_tree(details: dict[str, Any], out: Path | None) -> None:
             sizes.add_row(str(nodes), f"{tokens:.2f}", f"{cost:.2f}", f"{tokens / cost:.2f}{mark}")
     console.print(sizes)
     if details["speedup"] < 1:
-        console.print("no tree that was looked at beats plain decoding here")
+        console.print("none of these trees is faster than plain decoding")
     if out is not None:
         console.print(
-            f"kept in {out}: --speculative-config "
+            f"written to {out}; use it with --speculative-config "
             f'\'{{"method": "{details["method"]}", "model": ..., "speculative_token_tree": "{out}"}}\'',
             markup=False,
             soft_wrap=True,

@@ -1,4 +1,4 @@
-"""``foredraft tune``: the best method for a model, a machine and prompts; below it, searches for one drafter."""
+"""``foredraft tune``: a search for the best method, and searches for the settings of one drafter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
 from foredraft.cli.choosing import ChoosingOptions, find_method, show_choice
+from foredraft.cli.help import OUTPUT, HelpGroup
 from foredraft.cli.layer_search import SearchOptions, find_layers, layer_set_of
 from foredraft.cli.options import AsJson, takes_groups
 from foredraft.cli.profiling import ProfileOptions, find_profile, show_profile
@@ -25,21 +25,22 @@ from foredraft.folders import check_place, keep_json
 from foredraft.progress import stages
 
 
-class ModelOrVerb(TyperGroup):
-    """Takes the model where the name of a verb would stand, as other verbs do: ``tune zoo:tiny``."""
+class ModelOrVerb(HelpGroup):
+    """A group that accepts a model in place of a verb: ``tune zoo:tiny``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self.show_whole(ctx, args)
         _, rest, _ = self.make_parser(ctx).parse_args(list(args))
         if rest and rest[0] not in self.commands and is_a_model(rest[0]):
             before = args[: len(args) - len(rest)]
             if any(one.partition("=")[0] in ("--model", "-m") for one in before + rest[1:]):
-                raise typer.BadParameter(f"the model is named twice: {rest[0]}, and by --model", ctx)
+                raise typer.BadParameter(f"the model is given twice, {rest[0]} and --model; leave one out", ctx)
             args = [*before, "--model", *rest]
         return super().parse_args(ctx, args)
 
 
 def is_a_model(word: str) -> bool:
-    """Whether a word can be a model, and no misspelt verb: ``zoo:NAME``, a hub id or a path."""
+    """Whether a word is ``zoo:NAME``, a hub id or a path, and not a misspelt verb."""
     return ":" in word or "/" in word or Path(word).exists()
 
 
@@ -52,21 +53,23 @@ def tune(
     context: typer.Context,
     *,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE.json", help="The profile to write, for --profile-file.")
+        Path, typer.Option("--out", "-o", metavar="FILE.json", help="File of the result, for --profile-file.")
     ] = Path("tuned.json"),
     options: ChoosingOptions,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Speed by K, by nodes and by batch; needs matplotlib.")
+        Path | None, typer.Option(metavar="FILE.png", rich_help_panel=OUTPUT, help="Plot the speed of all settings.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best method and settings for a model, this machine and your prompts, and say why.
+    """Find the fastest method and settings for a model, this machine and your prompts.
 
-    The prompts are decoded plainly, once. What every method would have drafted is counted along these texts, or by
-    decoding them with it, and priced by what forwards cost here, which is measured once and kept: the choice rests on
-    no clock, so that it is the same when it is asked for again. Ties are named. The profile that is written holds the
-    method and its settings; generate, chat and serve take it by --profile-file. The verbs below search for the
-    settings of one drafter.
+    The prompts are decoded once. The drafts of every method are counted, and their cost is computed from measured step
+    times, so the result is reproducible. generate, chat and serve use the result with --profile-file. The commands
+    below search for the settings of one drafter.
+
+    Examples:
+      foredraft tune zoo:smollm2
+      foredraft tune path/to/model --prompts prompts.jsonl --methods suffix,eagle3
     """
     if context.invoked_subcommand is not None:
         return
@@ -95,15 +98,20 @@ def tune(
 @takes_groups
 def layer_skip(
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The layer set to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="File of the layer set.")],
     options: SearchOptions,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the trials of an earlier search.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Picture of the search; needs matplotlib.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an earlier search.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", rich_help_panel=OUTPUT, help="Plot the search.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find which attention and MLP sublayers to leave out while drafting (method layer_skip).
+    """Find the layers to skip while drafting (method layer_skip).
 
-    Every trial is kept in FILE.trials beside the output. Ctrl-C ends the search and keeps the best set so far.
+    Trials are kept in FILE.trials. Ctrl-C ends the search and writes the best set so far.
+
+    Examples:
+      foredraft tune layer-skip zoo:smollm2 --out layers.json
     """
     with exit_codes():
         check_place(out)
@@ -130,15 +138,17 @@ def layer_skip(
 @takes_groups
 def tree(
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The tree to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="File of the tree.")],
     options: TreeOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Find the draft tree with which heads are fastest here (methods medusa, hydra and eagle).
+    """Find the fastest draft tree for heads (methods medusa, hydra and eagle).
 
-    The target writes texts of its own; the candidates of the heads are held against them. Trees of every size are grown
-    from what was right how often, and steps of every size are timed. Ctrl-C ends the texts and keeps the tree of what
-    they said by then.
+    The candidates of the heads are compared with generated text, and steps of every size are timed. Ctrl-C ends the
+    generation and uses the text so far.
+
+    Examples:
+      foredraft tune tree zoo:tiny --heads path/to/heads --out tree.json
     """
     with exit_codes():
         check_place(out)
@@ -157,15 +167,17 @@ def tree(
 @takes_groups
 def profile(
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The profile to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="File of the profile.")],
     options: ProfileOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what drafting costs and brings here, and the length of draft that is best by batch and context.
+    """Measure the best draft length by batch size and context.
 
-    The target continues the prompts with drafts of one token and with the longest; steps of every number of nodes are
-    timed, interleaved. generate, chat and others begin with what the file holds (--profile-file). Ctrl-C while the
-    prompts are decoded keeps the profile of what they said by then.
+    Prompts are decoded with short and long drafts, and steps of every size are timed. generate, chat and serve use the
+    result with --profile-file. Ctrl-C ends the decoding and uses the text so far.
+
+    Examples:
+      foredraft tune profile zoo:smollm2 --method ngram --out profile.json
     """
     with exit_codes():
         check_place(out)
@@ -183,7 +195,7 @@ def profile(
 
 @contextmanager
 def _kept(is_interrupted: bool) -> Iterator[None]:
-    """Let what a search found be kept and told: after an interrupt no further one ends that, and 130 is the status."""
+    """Context of writing a result. After an interrupt, a second one is ignored, and the exit code is 130."""
     with finishing() if is_interrupted else nullcontext():
         yield
     if is_interrupted:
@@ -191,12 +203,12 @@ def _kept(is_interrupted: bool) -> Iterator[None]:
 
 
 def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], None]) -> None:
-    """Write what was found, and tell of it: it took minutes, and is told where it cannot be written, too.
+    """Write a result and print it, even if it cannot be written.
 
     Args:
-      tell: takes the file that it was written to, or None.
+      tell: called with the file, or with None if it could not be written.
 
-    Raises: ConfigError where it could not be written.
+    Raises: ConfigError if it could not be written.
     """
     try:
         with writing(out):
@@ -208,7 +220,7 @@ def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], 
 
 
 def _pictured(plot: Path | None) -> dict[str, str]:
-    """The entry of a picture in a report."""
+    """Entry of a plot in a report."""
     return {} if plot is None else {"plot": str(plot)}
 
 
@@ -220,18 +232,19 @@ def _show(report: dict[str, Any], out: Path | None) -> None:
     console = Console(highlight=False, markup=False)
     ended = "interrupted after" if report["is_interrupted"] else "best of"
     console.print(
-        f"{ended} {report['num_trials']} sets: leave out attention {report['skipped_attention']}, "
+        f"{ended} {report['num_trials']} sets: skip attention {report['skipped_attention']}, "
         f"MLP {report['skipped_mlp']}"
     )
     how = "measured" if report["search"]["objective"] == "time" else "computed"
     console.print(
-        f"{how} speed {report['speedup']:.3f} of plain decoding; {report['acceptance_rate']:.2f} of the drafted tokens "
+        f"{how} speed {report['speedup']:.3f}x plain decoding; {report['acceptance_rate']:.0%} of drafted tokens "
         f"accepted, {report['acceptance_length']:.2f} tokens per draft"
     )
     if report["speedup"] < 1:
-        console.print("no set that was tried beats plain decoding here")
-    again = "; go on with --resume" if report["is_interrupted"] else ""
+        console.print("none of these sets is faster than plain decoding")
+    again = "; --resume continues the search" if report["is_interrupted"] else ""
     if out is not None:
         console.print(
-            f'kept in {out}: --speculative-config \'{{"method": "layer_skip", "layer_set": "{out}"}}\'{again}'
+            f"written to {out}; use it with --speculative-config "
+            f'\'{{"method": "layer_skip", "layer_set": "{out}"}}\'{again}'
         )

@@ -1,4 +1,4 @@
-"""``foredraft verify``: is it still the model's own output?"""
+"""``foredraft verify``: a check that a decoder is lossless."""
 
 from __future__ import annotations
 
@@ -27,37 +27,35 @@ SIGNS = {"holds": "yes", "broken": "NO", "undecided": "?", "left out": "-"}
 @takes_groups
 def verify(
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The model; the same as --model.", show_default=False)
+        str | None, typer.Argument(metavar="[MODEL]", help="The model, as in --model.", show_default=False)
     ] = None,
     *,
     model: ModelChoice,
     drafting: DraftingOptions,
     prompts_file: Annotated[
         str | None,
-        typer.Option(
-            "--prompts-file", "--prompts", metavar="FILE", help="JSONL or .txt; questions of our own if left out."
-        ),
+        typer.Option("--prompts-file", "--prompts", metavar="FILE", help="JSONL or .txt. Default: built-in questions."),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="How many of them, from the front.", min=1)] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="Of every answer that is compared.", min=3)] = 16,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts to use.", min=1)] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to compare per prompt.", min=3)] = 16,
     budget: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="After which no check or draw begins but the first ones; loading is not counted.",
+            help="Start no further check after this time, without loading.",
             min=1,
         ),
     ] = 60.0,
     false_alarm_rate: Annotated[
-        float, typer.Option(help="Chance that a lossless decoder fails any distribution test.")
+        float, typer.Option(hidden=True, help="Probability that a lossless decoder fails.")
     ] = 0.01,
-    seed: Annotated[int, typer.Option(help="Of all sampled texts.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0)] = 0,
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="WHAT",
-            help=f"Judge another decoder over the same model: {LOOKUP}, {ASSISTED} (with --draft-model), {PLAIN}, the "
-            "URL of an OpenAI-compatible server, or MODULE:FUNCTION, a generate(prompt_ids, params).",
+            metavar="DECODER",
+            help=f"Check another decoder of the same model: {LOOKUP}, {ASSISTED} (with --draft-model), {PLAIN}, the "
+            "URL of an OpenAI-compatible server, or MODULE:FUNCTION with generate(prompt_ids, params).",
         ),
     ] = None,
     chat: Chat = False,
@@ -65,11 +63,15 @@ def verify(
     loading: LoadingOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Judge whether a decoder says what its model says: lossless, not lossless, or undecided, and why.
+    """Check that a decoder's output is the output of its model.
 
-    Tokens are compared with plain decoding under every setting of sampling, with the same seeds; differences are told
-    from rounding by the gap of logits. Short continuations are tested against the enumerated distribution of the model.
-    A decoder that is broken on purpose has to be caught. Exit status: 0 lossless, 3 not, 4 undecided.
+    Tokens are compared with plain decoding, greedy and sampled, with the same seeds. The gap between logits separates
+    differences from rounding. The distribution of short continuations is tested against the exact one. A decoder that
+    is broken on purpose must be found. Exit codes: 0 lossless, 3 not lossless, 4 undecided.
+
+    Examples:
+      foredraft verify zoo:tiny --method suffix
+      foredraft verify path/to/model --against transformers-prompt-lookup
     """
     with exit_codes():
         check_template(chat, raw)
@@ -100,7 +102,7 @@ def verify(
 
 
 def _questions(name: str) -> list[str]:
-    """Prompts of which some repeat themselves, so that something is drafted."""
+    """Built-in prompts, some with repetitions, so that tokens are drafted."""
     from foredraft.cli.comparison import questions_for
 
     own = questions_for(name)
@@ -108,7 +110,7 @@ def _questions(name: str) -> list[str]:
 
 
 def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Subject:
-    """Somebody else's decoder."""
+    """The decoder to check."""
     from foredraft.model.execution.rounding import ROUNDINGS, round_weights
     from foredraft.verify import FunctionSubject, ServerSubject, TransformersSubject
 
@@ -116,7 +118,7 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
         return ServerSubject(against, api_key=os.environ.get(KEY_VARIABLE))
     if against in (PLAIN, LOOKUP, ASSISTED):
         if against == ASSISTED and drafting.draft_model is None:
-            raise ConfigError(f"{ASSISTED} needs a small model; name one by --draft-model")
+            raise ConfigError(f"{ASSISTED} needs a small model; give one with --draft-model")
         model = _loaded(name, llm)
         if llm.target.quantization in ROUNDINGS:
             round_weights(model, llm.target.quantization)
@@ -131,7 +133,7 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
     if not function:
         known = ", ".join((LOOKUP, ASSISTED, PLAIN))
         raise ConfigError(f"--against {against!r} is not known; give {known}, a URL, or MODULE:FUNCTION")
-    sys.path.insert(0, "")  # as python -m has it
+    sys.path.insert(0, "")  # as in python -m
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -140,7 +142,7 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
 
 
 def _loaded(name: str, llm: LLM) -> Any:
-    """The same weights again, as transformers has them."""
+    """The same weights, loaded by transformers."""
     from foredraft.loading.models import load_model
 
     return load_model(name, dtype=llm.target.dtype, device=llm.target.device, with_tokenizer=False).model
@@ -151,8 +153,8 @@ def _show(verdict: Verdict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, title=f"{verdict.subject}, beside {verdict.reference}")
-    for title in ("setting", "check", "holds", "what was found"):
+    table = Table(box=box.SIMPLE_HEAD, title=f"{verdict.subject}, compared with {verdict.reference}")
+    for title in ("setting", "check", "holds", "finding"):
         table.add_column(title, overflow="fold")
     for finding in verdict.findings:
         colour = {"holds": "green", "broken": "bold red", "undecided": "yellow"}.get(finding.status, "dim")
@@ -160,5 +162,5 @@ def _show(verdict: Verdict) -> None:
     console = Console(highlight=False)
     console.print(table)
     if verdict.promise:
-        console.print(f"Promise: {verdict.promise}", markup=False)
+        console.print(f"Guarantee: {verdict.promise}", markup=False)
     console.print(verdict.sentence() + f" ({verdict.seconds:.0f} s)", markup=False)

@@ -1,4 +1,4 @@
-"""Output of ``foredraft generate``: text as it comes, or JSON; other verbs write theirs in the same form."""
+"""Output of ``foredraft generate``, as text or JSON; other verbs use the same formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foredraft.cli.prompts import Asked
 from foredraft.cli.running import put_json
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.frontend import RequestOutput, Segments, StreamOutput
-from foredraft.engine.stats import RowStats, describe_cuts
+from foredraft.engine.stats import RowStats, counted, describe_cuts
 
 if TYPE_CHECKING:
     from foredraft.engine.frontend import Stream
@@ -22,7 +22,7 @@ DRAFTED_STYLE = "green"
 
 
 class JsonWriter:
-    """One object per prompt, in the order of the prompts, as soon as it and those before it have finished."""
+    """Writes one JSON object per prompt, in the order of the prompts, as soon as possible."""
 
     def __init__(self, asked: Sequence[Asked]) -> None:
         self._asked = asked
@@ -41,12 +41,12 @@ class JsonWriter:
             self._put(output)
 
     def interrupt(self, stream: Stream) -> None:
-        """Write what there is of the others."""
+        """Write the unfinished results."""
         for output in stream.outputs()[self._num_written :]:
             self._put(output)
 
     def finish(self, stream: Stream) -> None:
-        """Called when everything has been written."""
+        """End the output; everything has been written."""
 
     def _put(self, output: RequestOutput) -> None:
         one = self._asked[self._num_written]
@@ -55,9 +55,14 @@ class JsonWriter:
 
 
 class TextWriter:
-    """The text of every sample, in order; the first unfinished one is written as it grows."""
+    """Writes the text of all samples in order; that of the first unfinished sample while it grows.
 
-    def __init__(self, params: SamplingParams) -> None:
+    Args:
+      shows_details: explain the speed at the end.
+    """
+
+    def __init__(self, params: SamplingParams, *, shows_details: bool = False) -> None:
+        self._shows_details = shows_details
         self._console = Console(highlight=False, soft_wrap=True)
         self._errors = Console(stderr=True, highlight=False)
         self._errors.soft_wrap = not self._errors.is_terminal
@@ -84,7 +89,7 @@ class TextWriter:
             self._errors.print(Text(f"prompt {delta.prompt_index}: {delta.stop_reason}", "red"))
 
     def interrupt(self, stream: Stream) -> None:
-        """End the line; texts that wait for an earlier one are written after it."""
+        """End the line, and write the texts that wait for an earlier one."""
         for place in sorted(self._waiting.keys() | {self._current}):
             for held in self._waiting.get(place, ()):
                 self._put(held)
@@ -92,31 +97,33 @@ class TextWriter:
         self.finish(stream)
 
     def finish(self, stream: Stream) -> None:
-        """Statistics, on standard error."""
+        """Write the closing line to standard error."""
         outputs = stream.outputs()
         for place, output in enumerate(outputs):
             said = ending(output, self._budget)
             if said:
                 self._errors.print(Text(f"prompt {place}: {said}" if len(outputs) > 1 else said, "yellow"))
-        self._errors.print(Text(summary(outputs, is_sampled=self._is_sampled), "dim"))
+        for line in closing(outputs, is_sampled=self._is_sampled, shows_details=self._shows_details):
+            self._errors.print(Text(line, "dim"))
         if self._console.is_terminal and any(o.metrics.speculative_decoding["num_spec_steps"] for o in outputs):
-            legend = Text("tokens proposed by the drafter are ", "dim")
-            self._errors.print(legend.append("coloured", DRAFTED_STYLE).append(", the target's own are not", "dim"))
+            legend = Text("Drafted tokens are ", "dim")
+            self._errors.print(legend.append("green", DRAFTED_STYLE).append(".", "dim"))
 
 
 def ending(output: RequestOutput, budget: int | None) -> str:
-    """A note on how a text ended; empty when the model ended it."""
+    """Note on the end of a text; empty if the model ended it."""
     if any(not sample.text.strip() and sample.finish_reason == "stop" for sample in output.outputs):
         return "the model ended the text before its first word"
     longest = max(len(sample.token_ids) for sample in output.outputs)
     if any(sample.finish_reason == "length" for sample in output.outputs):
-        remedy = "--max-new-tokens allows more" if longest == budget else "the context of the model is full"
-        return f"cut off after {longest} tokens; {remedy}"
+        if longest == budget:
+            return f"stopped at the limit of {counted(longest, 'token')}; raise it with --max-new-tokens"
+        return f"stopped after {counted(longest, 'token')}: the context of the model is full"
     return ""
 
 
 def write_segments(console: Console, segments: Segments) -> None:
-    """Text in pieces, on a terminal coloured by who proposed them."""
+    """Write pieces of text; on a terminal, drafted ones are green."""
     for text, source in segments:
         if console.is_terminal:
             console.print(Text(text, "" if source == "target" else DRAFTED_STYLE), end="", soft_wrap=True)
@@ -125,25 +132,57 @@ def write_segments(console: Console, segments: Segments) -> None:
     console.file.flush()
 
 
+def closing(outputs: Sequence[RequestOutput], *, is_sampled: bool, shows_details: bool) -> list[str]:
+    """Closing line of a command, with its explanation if it is wanted."""
+    line = summary(outputs, is_sampled=is_sampled)
+    return [line, *details(outputs)] if shows_details else [line]
+
+
 def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str:
-    """One line over all prompts; with the seed where it had a say."""
+    """Tokens, speed and drafts of all prompts in one line, with the seed if tokens were sampled.
+
+    Example:
+        ``32 tokens · 15.3 tok/s · 1.31x plain (1.45 tokens per step, 16 % of drafts accepted)``
+    """
     counts = pooled(outputs)
     num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    seconds = max(output.metrics.prefill_seconds + output.metrics.decode_seconds for output in outputs)
+    parts = [counted(num_tokens, "token"), f"{ratio(num_tokens, decode_seconds(outputs)):.1f} tok/s"]
+    speed = (outputs[-1].metrics.governor or {}).get("estimated_speedup")
+    if speed is not None:
+        parts.append(f"{speed:.2f}x plain")
+    if counts.num_proposed_tokens:
+        share = f"{counts.draft_acceptance_rate:.0%}".replace("%", " %")
+        parts[-1] += f" ({ratio(num_tokens, counts.num_steps):.2f} tokens per step, {share} of drafts accepted)"
+    elif counts.num_undrafted_steps:
+        parts[-1] += " (nothing was drafted)"
     seeds = sorted({sample.seed for output in outputs for sample in output.outputs})
-    parts = [
-        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.1f} tokens/s)",
-        f"{ratio(num_tokens, counts.num_steps):.2f} tokens per step",
-        *drafted(counts),
-    ]
     if is_sampled and len(seeds) == 1:
         parts.append(f"seed {seeds[0]}")
-    parts += estimate(outputs[-1])
-    return ", ".join(parts)
+    return " · ".join(parts)
+
+
+def details(outputs: Sequence[RequestOutput]) -> list[str]:
+    """Lines that explain the speed."""
+    prompt_seconds = min(output.metrics.prefill_seconds for output in outputs)
+    lines = [
+        f"speed: {decode_seconds(outputs):.2f} s of decoding; tok/s does not count {prompt_seconds:.2f} s before the "
+        "first step, when prompts are read",
+    ]
+    if drafts := drafted(pooled(outputs)):
+        lines.append(f"drafts: {', '.join(drafts)}")
+    if decision := (outputs[-1].metrics.governor or {}).get("decision"):
+        lines.append(f"latest decision: {decision}")
+    return lines
+
+
+def decode_seconds(outputs: Sequence[RequestOutput]) -> float:
+    """Time from the first decoding step to the last, over all prompts."""
+    starts = [output.metrics.prefill_seconds for output in outputs]
+    return max(output.metrics.prefill_seconds + output.metrics.decode_seconds for output in outputs) - min(starts)
 
 
 def pooled(outputs: Sequence[RequestOutput]) -> RowStats:
-    """Counters of the drafts of all prompts."""
+    """Counters of the drafts for all prompts."""
     return RowStats.pooled(
         RowStats(
             num_steps=counts["num_steps"],
@@ -170,12 +209,12 @@ def fates(counts: RowStats) -> dict[str, Any]:
 
 
 def ratio(part: float, whole: float) -> float:
-    """0 where there is nothing to divide by."""
+    """Quotient; 0.0 if the divisor is 0."""
     return part / whole if whole else 0.0
 
 
 def drafted(counts: RowStats) -> list[str]:
-    """Sentences on drafted, accepted and cut tokens; none for plain decoding."""
+    """Phrases on drafted, accepted and cut tokens; none for plain decoding."""
     if not counts.num_proposed_tokens and not counts.num_undrafted_steps:
         return []
     said = f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"
@@ -185,19 +224,11 @@ def drafted(counts: RowStats) -> list[str]:
     return [said, held] if held else [said]
 
 
-def estimate(output: RequestOutput) -> list[str]:
-    """Sentences on the estimated speed of drafting, and on the reason where it was not done."""
-    governor = output.metrics.governor or {}
-    speed, decision = governor.get("estimated_speedup"), governor.get("decision")
-    said = [] if speed is None else [f"about {speed:.2f} times the speed of plain decoding"]
-    return said if decision is None or decision.startswith("drafting") else [*said, decision]
-
-
 def as_record(output: RequestOutput, message: str | None = None) -> dict[str, Any]:
-    """The JSON object of one prompt. With several samples, the top level holds the first and ``samples`` all.
+    """JSON object of one prompt. With several samples, the top level has the first and ``samples`` all.
 
     Args:
-      message: what the chat template was put around, if it was.
+      message: message in the chat template; None if the template was not used.
     """
     first = output.outputs[0]
     metrics = output.metrics

@@ -12,9 +12,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft import zoo
+from foredraft.config.acceptance import AcceptanceRule
 from foredraft.config.engine import Promise
 from foredraft.config.keywords import whole_number
 from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
+from foredraft.config.speculative import SpeculativeConfig
 from foredraft.errors import ConfigError, told
 from foredraft.loading.packed_copy import PackedCopy
 from foredraft.model.lm import CausalLM
@@ -130,7 +132,50 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
     )
 
 
-def load_line(
+def load_line(info: ModelInfo, drafters: Sequence[str] = (), output: str = "") -> str:
+    """Describe a loaded model in one line for people.
+
+    Args:
+      drafters: titles of the methods that draft; none for plain decoding.
+      output: guarantee for the output, see `output_words`.
+
+    Example:
+        ``SmolLM2-135M-Instruct · bfloat16 · drafting: suffix + eagle3 · output: bit-identical to plain decoding``
+    """
+    precision = [info.dtype if info.device == "cpu" else f"{info.dtype} on {info.device}"]
+    precision += [] if info.quantization is None else [f"{info.quantization} weights"]
+    precision += [] if info.kv_cache_dtype == info.dtype else [f"keys and values in {info.kv_cache_dtype}"]
+    parts = [short_name(info.name), ", ".join(precision), f"drafting: {' + '.join(drafters) or 'none'}"]
+    return " · ".join([*parts, f"output: {output}"] if drafters else parts)
+
+
+def drafter_titles(config: SpeculativeConfig) -> list[str]:
+    """Titles of the methods that draft: those that ``auto`` chooses from, and the parts of a combination.
+
+    The parts of ``a>b`` are one title, since the order counts.
+    """
+    titles = [part.title for part in config.parts]
+    return [" > ".join(titles)] if config.method == "first" else titles
+
+
+def output_words(rule: AcceptanceRule, promise: Promise) -> str:
+    """Guarantee for the output of a rule of acceptance, in words."""
+    if not rule.is_lossless:
+        return f"lossy ({rule.name} acceptance)"
+    if not rule.keeps_tokens:
+        return "same distribution as plain decoding"
+    return "bit-identical to plain decoding" if promise.keeps_bits else "same tokens as plain decoding up to rounding"
+
+
+def short_name(name: str) -> str:
+    """Name of a model for people: the title of a zoo model, the last part of a path or hub id."""
+    if name.startswith(zoo.PREFIX):
+        manifest = zoo.manifest(name)
+        return name if manifest.is_toy else manifest.title.partition(",")[0]
+    return name if name.endswith(")") else os.path.basename(os.path.normpath(name))
+
+
+def detail_line(
     info: ModelInfo,
     method: str | None,
     *,
@@ -141,17 +186,16 @@ def load_line(
     promise: str = "",
     threads: str = "",
 ) -> str:
-    """Describe in one line the loaded model and how it will decode.
+    """Describe in one line the parameters, precision, kernels, threads and drafters of a loaded model.
 
     Args:
-      info: facts about the model.
-      method: title of the drafting method; "none" if the user chose plain decoding, None if the user gave no method.
+      method: method of drafting; "none" if the user chose plain decoding, None if no method was given.
       stored_dtype: dtype of the checkpoint, if it is known.
-      is_dtype_chosen: whether the user chose the dtype.
-      drafter: facts about the draft model of the method ``draft_model``.
-      heads: names of heads that draft.
-      promise: guarantee for output with drafts, in words.
-      threads: note on the number of threads; empty if it is the usual one.
+      is_dtype_chosen: whether the user gave the dtype.
+      drafter: model of the method ``draft_model``.
+      heads: names of the heads that draft.
+      promise: guarantee for the output, in words.
+      threads: note on the number of threads.
     """
     dtype = info.dtype
     note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
@@ -176,28 +220,30 @@ def load_line(
 
 
 def weights_note(info: ModelInfo) -> str:
-    """Describe rounded linear layers; empty if they are not rounded."""
+    """Description of rounded linear layers; empty if they are not rounded."""
     if info.quantization is None:
         return ""
     types = info.weight_types or ""
     if info.bits_per_weight is None or (info.bits_per_weight > LARGEST_BITS and "dequantised" not in types):
-        size = "which run dequantised, since this machine has no kernel for them"
+        size = "which run dequantised because there is no kernel for them"
         return f"{info.quantization} weights ({types}), {size}" if types else f"{info.quantization} weights, {size}"
     size = f"{info.bits_per_weight:.2f} bits each, {info.step_bytes / 1e6:.0f} MB per step"
     return f"{info.quantization} weights ({types}; {size})" if types else f"{info.quantization} weights ({size})"
 
 
 def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:
-    """Explain why a model runs in another dtype than its checkpoint; empty if it does not, or if that is unknown."""
+    """Reason why a model runs in another dtype than its checkpoint; empty if it does not or if that is unknown."""
     if stored is None or stored == used:
         return ""
     if is_chosen:
         return f"as requested; the checkpoint is {stored}"
     if used == "float32" and (stored, device) == ("float16", "cpu"):
-        return "a float16 checkpoint, which foredraft computes in float32 on CPUs"
+        return "the checkpoint is float16, which is computed in float32 on CPUs"
     if used == "float32":
-        return f"a {stored} checkpoint, and this {'CPU' if device == 'cpu' else 'device'} has no {stored} arithmetic"
-    return f"a {stored} checkpoint; dtype={stored!r} keeps it"
+        return (
+            f"the checkpoint is {stored}, and this {'CPU' if device == 'cpu' else 'device'} has no {stored} arithmetic"
+        )
+    return f"the checkpoint is {stored}; dtype={stored!r} keeps it"
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:
@@ -266,13 +312,12 @@ def sampling_defaults(config: GenerationConfig | None, name: str) -> dict[str, A
 
 
 def announce_defaults(defaults: Mapping[str, Any], name: str) -> None:
-    """Log the request defaults from a generation config, if there are any."""
+    """Log the sampling defaults from a generation config, if there are any."""
     if defaults:
         values = ", ".join(f"{field}={value:g}" for field, value in defaults.items())
         logger.info(
-            "%s: default sampling parameters from its generation config: %s; pass generation_config='none' to ignore "
-            "them",
-            name,
+            "%s: sampling defaults from its generation config: %s (generation_config='none' ignores it)",
+            short_name(name),
             values,
         )
 
@@ -310,30 +355,36 @@ def announce(
     loaded: Loaded,
     promise: Promise | None,
     *,
+    rule: AcceptanceRule,
+    drafters: Sequence[str] = (),
     drafter: ModelInfo | None = None,
     heads: Iterable[str] = (),
     is_dtype_chosen: bool,
 ) -> None:
-    """Log in one line the loaded model and how it decodes; see `load_line`.
+    """Log in one line which model was loaded and how it decodes (`load_line`), and details at level DEBUG.
 
     Args:
-      promise: guarantee for output with drafts; None without drafts, or if the acceptance rule does not keep tokens.
-      drafter, heads: facts about the draft model and names of heads; see `load_line`.
+      promise: guarantee for the output; None for plain decoding.
+      rule: rule of acceptance.
+      drafters: titles of the methods that draft.
+      drafter, heads: see `detail_line`.
     """
-    line = load_line(
+    line = detail_line(
         info,
         title,
         stored_dtype=loaded.stored_dtype,
         is_dtype_chosen=is_dtype_chosen,
         drafter=drafter,
         heads=heads,
-        promise="" if promise is None else promise.describe(),
+        promise="" if promise is None or not rule.keeps_tokens else promise.describe(),
         threads=threads_note(),
     )
-    logger.info("%s", line)
+    output = "" if promise is None else output_words(rule, promise)
+    logger.info("%s", load_line(info, drafters if output else (), output))
+    logger.debug("%s", line)
 
 
 def announce_notes(name: str, methods: Sequence[str]) -> None:
-    """Log the notes in the manifest of a zoo model about these methods."""
+    """Log the notes on a zoo model that concern these methods."""
     for note in zoo.manifest(name).notes_about(methods):
         logger.info("%s: %s", name, note)

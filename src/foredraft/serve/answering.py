@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -135,15 +135,24 @@ async def _departure(receive: Receive) -> None:
 
 
 async def answer(
-    bridge: Backend, asking: ParsedRequest, form: ResponseFormat, settings: ServerSettings, receive: Receive
+    bridge: Backend,
+    asking: ParsedRequest,
+    form: ResponseFormat,
+    settings: ServerSettings,
+    receive: Receive,
+    note: Callable[[QueuedRequest], None] = lambda ticket: None,
 ) -> Response:
     """Run a request and return its response.
+
+    Args:
+      note: function that is called with the request in the engine.
 
     Raises: ApiError, PromptError or another error of the request, before anything was sent; ClientDisconnect if the
       client has disconnected.
     """
     bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
     exchange = RequestHandler(bridge, asking, receive)
+    note(exchange.ticket)
     try:
         async with exchange.within_its_time():
             await exchange.begin()

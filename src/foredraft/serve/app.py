@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError
+from foredraft.serve.access_log import note_ticket
 from foredraft.serve.answering import answer
 from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.bridge import Backend
@@ -185,7 +187,8 @@ class Application:
 
     async def _answer(self, request: Request, body: dict[str, Any], read: Reader) -> Response:
         asking, form = await self._in_reader(request, read, body, self._ready(), self._settings)
-        return await answer(self._bridge, asking, form, self._settings, request.receive)
+        note = partial(note_ticket, request.scope)
+        return await answer(self._bridge, asking, form, self._settings, request.receive, note)
 
     async def _in_reader(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
         """Run a function that uses the tokenizer outside the event loop."""

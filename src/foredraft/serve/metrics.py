@@ -56,6 +56,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self._model = model
         self._llms: dict[str, LLM] = {}
+        self.num_generated = 0  # read by the log of throughput
         self._last: dict[tuple[QueuedRequest, int, int], float] = {}
         self.running = self._gauge("num_requests_running", "Rows in the cache.")
         self.waiting = self._gauge("num_requests_waiting", "Requests waiting for their first step.")
@@ -140,6 +141,7 @@ class Metrics(Collector):
             elif delta.token_ids:
                 self._between.observe(now - before)
             self.generated.inc(len(delta.token_ids))
+            self.num_generated += len(delta.token_ids)
             self._last[row] = now
             if delta.finish_reason is not None:
                 del self._last[row]

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from foredraft.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.prompts.templates import TemplateFailure, renderer
+from foredraft.serve.access_log import AccessLog
 from foredraft.serve.app import Application
 from foredraft.serve.bridge import Backend, Bridge
 from foredraft.serve.errors import stopping
@@ -81,12 +82,14 @@ class Server(uvicorn.Server):
         self._load, self._settings, self._say = load, settings, say
         self._socket = _bound(host, port)
         self._quiet_until = 0.0
+        self._throughput: asyncio.Future[None] | None = None
         self.address = _address(host, self._socket.getsockname()[1])
         self.bridge = make(self._loaded, name)
         self.application = Application(self.bridge, settings)
+        self._log = AccessLog(is_shown=settings.access_log)
         loopback = host if is_loopback(self._socket.getsockname()[0]) else ""
         config = uvicorn.Config(
-            with_request_ids(wrap(self.application.build(loopback))),
+            self._log.around(with_request_ids(wrap(self.application.build(loopback)))),
             http=TimedHeads,  # always based on h11, which limits header sizes and supports HTTP/1.0
             ws="none",
             loop="asyncio",
@@ -171,6 +174,9 @@ class Server(uvicorn.Server):
         """Begin to listen."""
         asyncio.get_running_loop().set_exception_handler(self._note)
         await super().startup(sockets)
+        metrics = self.bridge.metrics
+        if isinstance(metrics, Metrics):
+            self._throughput = asyncio.ensure_future(self._log.log_throughput(lambda: metrics.num_generated))
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an error of the event loop, at a limited rate: without free file descriptors, asyncio reports thousands
@@ -190,6 +196,11 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests, and abort those that exceed the shutdown timeout."""
+        if self._throughput is not None:
+            self._throughput.cancel()
+        if num_open := self._log.num_open:
+            requests = "1 request" if num_open == 1 else f"{num_open} requests"
+            self._say(f"stopping: waiting for {requests} (Ctrl-C again to stop now)")
         timer = asyncio.get_running_loop().call_later(
             self._settings.shutdown_timeout, self.bridge.abort_all, stopping()
         )

@@ -36,6 +36,7 @@ class ServerSettings:
       spec_decode_metrics: default detail of the speculation counts in responses: "none", "summary" or "detailed".
       tool_call_parser: "hermes" to parse calls written as ``<tool_call>``; None to refuse tools.
       log_requests: whether prompts are written to the log.
+      access_log: whether to log a line per request, and the throughput every ten seconds while requests are running.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ class ServerSettings:
     spec_decode_metrics: str = "none"
     tool_call_parser: str | None = None
     log_requests: bool = False
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
