@@ -15,7 +15,7 @@ import torch
 import foredraft
 from foredraft import LLM, SamplingParams, StructuredOutputs, speculate
 from foredraft.cli.writers import summary
-from foredraft.config.acceptance import MATCH
+from foredraft.config.acceptance import MATCH, TYPICAL
 from foredraft.config.engine import Promise
 from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext

@@ -371,7 +371,7 @@ def test_a_server_that_adds_something_is_found_out(address: str) -> None:
         (["--against", "no_such_module:generate"], "cannot be imported"),
         (["--against", "http://127.0.0.1:1"], "does not answer"),
         (["--model", "zoo:tiny"], "is given twice"),
-        (["--false-alarm-rate", "2"], "must lie between 0 and 1"),
+        (["--false-alarm-rate", "2"], "must be between 0 and 1"),
     ],
 )
 def test_bad_input_is_said(arguments: list[str], said: str) -> None:
