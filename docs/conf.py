@@ -62,19 +62,27 @@ PARAMETERS = re.compile(r"<dl>\n((?:<dd>.*</dd>\n)+)</dl>")
 
 
 def captioned_pages() -> list[tuple[str, list[str]]]:
-    """What the navigation shows: the tables of docs/index.md, methods, the reference, and what developers read."""
+    """Captions and pages of the navigation: the tables of docs/index.md, the methods, the reference, development."""
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     tables = re.findall(r"^\*\*(.+)\*\*\n\n((?:\|.*\n)+)", text, re.MULTILINE)
     found = [
         (caption, [f"docs/{page}" for page in re.findall(r"^\| \[[^]]*\]\((\w+)\.md\)", rows, re.MULTILINE)])
         for caption, rows in tables
     ]
-    found.insert(2, ("Methods", _by_name("docs/methods/*.md")))
+    found.append(("Methods", _by_name("docs/methods/*.md")))
     found.append(("Reference", sorted(_pages("docs/api/*.rst"), key=lambda page: page != "docs/api/foredraft")))
-    found.append(("Develop", ["CONTRIBUTING", "CHANGELOG", "dev/README", *_pages("dev/[a-z]*.md")]))
-    found.append(("Measurements", _by_name("dev/measurements/*.md")))
-    found.append(("Beside the pages", _by_name("dev/log/*.md") + _pages("examples/*/*.md") + _pages("src/**/*.md")))
+    found.append(("Develop", ["CHANGELOG", "CONTRIBUTING", "dev/README"]))
     return [("", ["docs/index"]), *found]
+
+
+def pages_for_developers() -> list[tuple[str, list[str]]]:
+    """Captions and pages below dev/README, which the navigation shows only there."""
+    return [
+        ("Develop", [page for page in _pages("dev/[a-z]*.md") if page != "dev/README"]),
+        ("Measurements", _by_name("dev/measurements/*.md")),
+        ("Log", _by_name("dev/log/*.md")),
+        ("Beside the pages", _pages("examples/*/*.md") + _pages("src/**/*.md")),
+    ]
 
 
 def _pages(pattern: str) -> list[str]:
@@ -87,16 +95,25 @@ def _by_name(pattern: str) -> list[str]:
 
 
 def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
-    """Trees of contents at the end of the first page, which on GitHub has none.
+    """Append hidden tables of contents to the two pages that have them; GitHub shows none.
 
-    The log names headings of pages as they were then.
+    Headings that the log links to may have been renamed since, so their anchors are dropped.
     """
     if name.startswith("dev/log/"):
         source[0] = re.sub(r"\.md#[\w-]+\)", ".md)", source[0])
-    if name == root_doc:
-        for caption, pages in captioned_pages():
+    trees = {root_doc: captioned_pages, "dev/README": pages_for_developers}
+    if name in trees:
+        for caption, pages in trees[name]():
             options = ":hidden:" + (f"\n:caption: {caption}" if caption else "")
-            source[0] += "\n".join(["", "```{toctree}", options, "", *pages, "```", ""])
+            source[0] += "\n".join(
+                ["", "```{toctree}", options, "", *(_beside(name, page) for page in pages), "```", ""]
+            )
+
+
+def _beside(name: str, page: str) -> str:
+    """An entry of a table of contents on a page: absolute, since the page may lie in a folder."""
+    title, separator, path = page.rpartition(" <")
+    return f"{title}{separator}/{path}"
 
 
 def open_sections(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

@@ -1,11 +1,11 @@
 """Talk in turns: the model's answer goes back into the messages, and the next one drafts from all that was said."""
 
-from foredraft import LLM, SamplingParams
+from foredraft import LLM, SamplingParams, zoo
 
-llm = LLM("zoo:tiny", speculative_config="suffix")
-params = SamplingParams(temperature=0, max_tokens=24)
+llm = LLM(zoo.default(), speculative_config="auto")
+params = SamplingParams(temperature=0, max_tokens=45)
 messages: list[dict[str, str]] = []
-for question in ("How do I list files?", "How do I list files by size?"):
+for question in ("Convert to JSON: name Anna, age 31, city Oslo.", "Convert to JSON: name Ben, age 42, city Rome."):
     messages.append({"role": "user", "content": question})
     (output,) = llm.chat(messages, params)
     messages.append({"role": "assistant", "content": output.outputs[0].text})

@@ -1,10 +1,11 @@
-"""Stream one text and show what the drafter proposed in brackets."""
+"""Stream one answer and show what the drafters proposed in brackets."""
 
-from foredraft import LLM, SamplingParams
+from foredraft import LLM, SamplingParams, zoo
 
-llm = LLM("zoo:tiny", speculative_config="draft_model")
-params = SamplingParams(temperature=0, max_tokens=40)
-with llm.stream("Once upon a time there was a", params) as stream:
+llm = LLM(zoo.default(), speculative_config="auto")
+params = SamplingParams(temperature=0, max_tokens=45)
+prompt = llm.chat_prompt([{"role": "user", "content": "Write a Python list of the seven days of the week."}])
+with llm.stream(prompt, params) as stream:
     for delta in stream:
         for text, proposed_by in delta.segments:
             print(text if proposed_by == "target" else f"[{text}]", end="", flush=True)

@@ -91,7 +91,7 @@ FAMILIES = {
         "jacobi",
         "lookahead",
     },
-    "Text that is there": {"ngram", "nasd", "suffix", "rest", "token_recycling"},
+    "Existing text": {"ngram", "nasd", "suffix", "rest", "token_recycling"},
 }
 
 
