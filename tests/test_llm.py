@@ -251,7 +251,7 @@ def test_every_list_of_sampling_parameters_may_be_iterated_over_once(form: str) 
         ({1: STORY, "x": 2}, PromptError, "prompt 0 has the keys"),
         (b"bytes", PromptError, "the prompt is b'bytes'"),
         ([STORY, []], PromptError, "prompt 1 is empty"),
-        ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside the vocabulary, 0..4095"),
+        ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside the vocabulary of the model, 0..4095"),
         ([[5, -1]], PromptError, "token id -1"),
         ([[5, 1.5]], PromptError, "holds 1.5"),
         ([True, 5], PromptError, "holds True"),

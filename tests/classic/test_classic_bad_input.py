@@ -54,7 +54,7 @@ sampling_call = pytest.mark.parametrize("call", [CALLS[k] for k in ("autoregress
     ("prompt", "error", "text"),
     [
         ([], PromptError, "no tokens"),
-        ([3, 64], PromptError, "token id 64 lies outside the vocabulary, 0..63"),
+        ([3, 64], PromptError, "token id 64 lies outside the vocabulary of the model, 0..63"),
         ([-1], PromptError, "token id -1"),
         ("text", PromptError, "not a list of token ids"),
         ("12", PromptError, "not a list of token ids"),
@@ -252,11 +252,11 @@ def test_storages(kind: Any) -> None:
         storage.initialize(torch.tensor([[1, 2, 64]]))
     with pytest.raises(PromptError, match="token id -2"):
         storage.update(torch.tensor([[1, 2]]), torch.tensor([[-2]]))
-    with pytest.raises(ShapeError, match=r"want \(batch"):
+    with pytest.raises(ShapeError, match=r"must be \(batch"):
         storage.initialize(torch.tensor([1, 2, 3]))
-    with pytest.raises(ShapeError, match=r"want \(batch"):
+    with pytest.raises(ShapeError, match=r"must be \(batch"):
         storage.next_token(torch.tensor([1, 2, 3]))
-    with pytest.raises(ShapeError, match="2 texts"):
+    with pytest.raises(ShapeError, match="2 rows"):
         storage.update(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5]]))
     assert not any(storage.counts.values())
 

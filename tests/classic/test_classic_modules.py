@@ -188,8 +188,8 @@ def logits_of(ids: Tensor) -> Tensor:
         (lambda ids: torch.rand(*ids.shape, 8), "change from call to call"),
         (lambda ids: logits_of(ids) * torch.nan, "depend on later tokens, or"),
         (lambda ids: logits_of(ids)[:, -1], "not one row of logits per token"),
-        (lambda ids: ids, "returns torch.int64 and no logits"),
-        (lambda ids: {"logits": logits_of(ids)}, "returns dict and no logits"),
+        (lambda ids: ids, "returns torch.int64 instead of logits"),
+        (lambda ids: {"logits": logits_of(ids)}, "returns dict instead of logits"),
         (lambda ids: 1 / 0, "ZeroDivisionError"),
     ],
 )

@@ -135,7 +135,7 @@ def test_positions_and_paths_of_two_trees_are_refused() -> None:
     tokens = torch.tensor([[5, 3, 4, 7, 8, 1]])
     for positions, paths, message in (
         (made["medusa_position_ids"] + 1, made["retrieve_indices"], "medusa_position_ids are"),
-        (made["medusa_position_ids"], made["retrieve_indices"][:2], "node 2 of 6 stands on no path"),
+        (made["medusa_position_ids"], made["retrieve_indices"][:2], "node 2 of 6 is on no path"),
     ):
         with pytest.raises(TreeError, match=message):
             tree_decoding(tokens, cache, positions, paths, model=target())
@@ -263,5 +263,5 @@ def test_prompt_lookup_is_a_generator_of_transformers_with_its_arguments() -> No
 def test_prompt_lookup_refuses_what_means_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PromptLookupCandidateGenerator(**options)
-    with pytest.raises(ShapeError, match="want one text"):
+    with pytest.raises(ShapeError, match="must be one text"):
         PromptLookupCandidateGenerator().get_candidates(torch.zeros(2, 3, dtype=torch.long))

@@ -128,7 +128,7 @@ def test_processors_and_log_probabilities_take_them(model: PreTrainedModel) -> N
 
 
 def test_tokens_beyond_the_embedding_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(PromptError, match=r"token id 72 lies outside the vocabulary, 0\.\.71"):
+    with pytest.raises(PromptError, match=r"token id 72 lies outside the vocabulary of the model, 0\.\.71"):
         LLM(model, "none").generate([[5, 72]], SamplingParams(max_tokens=1))
 
 

@@ -222,11 +222,11 @@ def test_append_adds_recent_shards_and_keeps_the_old(corpus: Path, tmp_path: Pat
     ("name", "content", "message"),
     [
         ("empty.txt", b"", "empty"),
-        ("blank.jsonl", b'{"text": ""}\n\n', "hold no tokens"),
+        ("blank.jsonl", b'{"text": ""}\n\n', "contain no tokens"),
         ("binary.txt", b"\x7fELF\x02\x01\x01" + bytes(100), "NUL"),
         ("latin.txt", "café".encode("latin-1"), "not UTF-8"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": "b\n', "line 2 is not JSON"),
-        ("other.jsonl", b'{"body": "a"}\n', "it has: body"),
+        ("other.jsonl", b'{"body": "a"}\n', "its keys: body"),
         ("list.jsonl", b"[1]\n", "no text in 'text'"),
         ("cut.jsonl.xz", b"\xfd7zXZ\x00", "cannot be decompressed"),
         ("broken.parquet", b"PAR1 no", "Parquet|pyarrow"),

@@ -217,8 +217,12 @@ def odd() -> Iterator[str]:
         (b'{"choices": {"text": "a"}}', False, "returned no list of choices"),
         (b'{"choices": ["a"]}', False, "returned no list of choices"),
         (b'{"choices": []}', False, "returned 0 choices for n=1"),
-        (b'{"choices": [{"index": 0, "token_ids": "7", "text": "a"}]}', False, "token_ids that are none"),
-        (b'{"choices": [{"index": 0, "token_ids": [7.5]}]}', False, "token_ids that are none"),
+        (
+            b'{"choices": [{"index": 0, "token_ids": "7", "text": "a"}]}',
+            False,
+            "token_ids that are not a list of integers",
+        ),
+        (b'{"choices": [{"index": 0, "token_ids": [7.5]}]}', False, "token_ids that are not a list of integers"),
         (b'{"choices": [{"index": 0, "text": 7}]}', False, "neither token_ids nor text"),
     ],
 )

@@ -73,7 +73,7 @@ class ProcessorSampler:
     def _failure(self, logits: Tensor, probs: Tensor, total: float) -> NumericsError:
         if bool(torch.isnan(logits).any()) or bool((logits == torch.inf).any()):
             return NumericsError("the model returned NaN or infinite logits; try a wider dtype, or check the weights")
-        what = "NaN" if total != total else f"values from {float(probs.min()):.4g} on with the sum {total:.4g}"
+        what = "NaN" if total != total else f"values of at least {float(probs.min()):.4g} that sum to {total:.4g}"
         return NumericsError(f"{self._name} returned {what}; its probabilities must be 0 or more and sum to 1")
 
     def sample(self, probs: Tensor) -> int:
