@@ -299,7 +299,7 @@ def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
         ({"method": "suffix", "rejection_sample_method": "block"}, "accepts only chains"),
         ({"method": "rest", "num_speculative_tokens": 65}, "at most 64"),
         ({"method": "rest", "retrieval_match_min": 9, "retrieval_match_max": 3}, "retrieval_match_min=9 is more than"),
-        ({"method": "rest", "datastore": "/nowhere"}, "where nothing is"),
+        ({"method": "rest", "datastore": "/nowhere"}, "which does not exist"),
         ({"method": "ngram", "datastore": "x"}, "only for rest"),
     ],
 )

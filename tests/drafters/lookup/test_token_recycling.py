@@ -239,7 +239,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, damage: Callable[
 def test_files_of_another_vocabulary_or_with_too_few_candidates_are_refused(
     tmp_path: Path, vocab_size: int, num_candidates: int
 ) -> None:
-    with pytest.raises(ConfigError, match="holds 3 candidates for each of 5 tokens"):
+    with pytest.raises(ConfigError, match="contains 3 candidates for each of 5 tokens"):
         AdjacencyMatrix.load(saved(tmp_path), vocab_size, num_candidates)
 
 

@@ -209,7 +209,7 @@ def test_self_drafting_is_chosen_by_name_on_the_zoo(config: dict[str, Any]) -> N
         ({"method": "layer_skip", "skipped_attention": [1, 6]}, r"layers \[6\], and .* has 0\.\.5"),
         ({"method": "layer_skip", "exit_layer": 6}, "exit_layer is 6"),
         ({"method": "layer_skip", "exit_layer": 2, "skipped_mlp": [1]}, "exclude each other"),
-        ({"method": "layer_skip", "layer_set": "/nowhere/set.json"}, "where nothing is"),
+        ({"method": "layer_skip", "layer_set": "/nowhere/set.json"}, "which does not exist"),
         ({"method": "quantized_self", "quantization_group_size": 48}, "choose one of 32"),
     ],
 )

@@ -294,7 +294,7 @@ def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"kv_budget": 4}, "kv_budget is 4 columns and kv_sinks is 4, which leaves none"),
+        ({"kv_budget": 4}, "kv_budget is 4 columns and kv_sinks is 4, which leaves no column"),
         ({"kv_budget": 16, "kv_sinks": 20}, "kv_budget is 16 columns and kv_sinks is 20"),
         ({"kv_selector": "snapkv", "kv_budget": 30}, "kv_sinks=4 and kv_window=32 use all"),
         ({"kv_selector": "snapkv", "kv_budget": 64, "kv_window": 64}, "kv_window=64 use all"),
