@@ -167,7 +167,7 @@ class LLM:
         profile = None if profile_file is None else Profile.load(profile_file)
         check_parts(drafts)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
-        if not isinstance(model, PreTrainedModel):
+        if isinstance(model, (str, os.PathLike)):
             stage(f"loading {os.fspath(model)}")
         loaded = load_model(
             model,
