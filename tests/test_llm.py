@@ -57,7 +57,7 @@ def test_public_names_are_sorted_and_exist() -> None:
     assert foredraft.__all__ == sorted(foredraft.__all__, key=lambda name: (not name.isupper(), name))
     for name in foredraft.__all__:
         assert getattr(foredraft, name).__name__ == name
-        assert name in dir(foredraft)
+    assert dir(foredraft) == sorted(foredraft.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         foredraft.Nonsense  # noqa: B018
 

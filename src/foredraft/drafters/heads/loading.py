@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from foredraft import zoo
 from foredraft.config.drafting import ModelOptions
 from foredraft.drafters.context import DrafterContext
 from foredraft.errors import CheckpointError, ConfigError
@@ -79,8 +80,8 @@ def load_head(
     """Return the head that a config names, loaded once and kept for later drafters.
 
     Args:
-      options: options of a method whose ``model`` is a head: a folder, a hub id or a loaded head. Without ``model``,
-        the head that is included with a zoo target is used.
+      options: options of a method whose ``model`` is a head: a folder, a hub id, ``zoo:NAME`` for the head of a zoo
+        model, or a loaded head. Without ``model``, the head that is included with a zoo target is used.
       context: target of the drafter, and kept objects.
       kind: class of loaded heads.
       read: function that makes a head from a checkpoint, and returns notes on errors in its config.
@@ -93,6 +94,8 @@ def load_head(
     check_width(target.name, target.shadow)
     if given is None:
         given = context.asset(methods()[method].head)
+    elif isinstance(given, str) and given.startswith(zoo.PREFIX):
+        given = zoo.asset(given, methods()[method].head)
     if given is None:
         known = f"; published for targets of this size: {', '.join(published)}" if published else ""
         raise ConfigError(
