@@ -114,6 +114,7 @@ def test_an_end_around_compiled_code_is_no_abort(signals: int) -> None:
     with subprocess.Popen([sys.executable, "-c", COMPUTES], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
+            assert process.stderr.readline() == "foredraft: loading zoo:tiny ...\n"
             assert "computing" in process.stderr.readline()
             for _ in range(signals):
                 process.send_signal(signal.SIGINT)
@@ -157,7 +158,7 @@ def test_keys_from_a_file_and_the_environment_and_a_log_that_nobody_reads_any_mo
         (["--api-key", ""], "an API key is empty"),
         (["--api-key", "secret "], "an API key begins or ends with white space"),
         (["--api-key-file", "/nothing"], "cannot be read"),
-        (["--api-key-file", "/dev/null"], "holds no keys"),
+        (["--api-key-file", "/dev/null"], "has no keys"),
         (["--request-timeout", "0"], "request_timeout is 0"),
         (["--request-timeout", "nan"], "request_timeout is nan; it must be finite"),
         (["--shutdown-timeout", "inf"], "shutdown_timeout is inf; it must be finite"),

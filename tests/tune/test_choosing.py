@@ -331,7 +331,7 @@ def test_bench_leaves_out_a_choice_of_plain_decoding(tmp_path: Path, caplog: pyt
 def test_the_command_that_is_told_names_the_model(tmp_path: Path) -> None:
     """It drafted for the default model, by what was measured of another one."""
     result = run(*SHORT, "--methods", "ngram", "--out", str(tmp_path / "my choice.json"))
-    told = f"foredraft generate --model zoo:tiny --profile-file '{tmp_path / 'my choice.json'}' drafts so"
+    told = f"foredraft generate --model zoo:tiny --profile-file '{tmp_path / 'my choice.json'}'"
     assert told in result.stdout.replace("\n", ""), result.output
 
 

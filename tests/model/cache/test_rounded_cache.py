@@ -221,5 +221,5 @@ def test_what_cannot_be_stored_is_refused_by_name() -> None:
 def test_it_is_told_when_a_model_is_loaded() -> None:
     info = LLM("zoo:tiny", dtype="float32", kv_cache_dtype="int8").model_info
     assert info.kv_cache_dtype == "int8"
-    assert "keys and values in int8" in load_line(info, None)
+    assert "keys and values in int8" in load_line(info)
     assert LLM("zoo:tiny", dtype="float32").model_info.kv_cache_dtype == "float32"
