@@ -321,3 +321,24 @@ def test_a_callable_is_shown_by_what_it_was_made_of_and_copied_as_itself() -> No
     hook = speculate("draft_model", model=toy_model(), num_speculative_tokens=3)
     assert repr(hook).startswith("speculate(method='draft_model', model=LlamaForCausalLM, num_speculative_tokens=3")
     assert copy.deepcopy({"custom_generate": hook})["custom_generate"] is hook
+
+
+# -- drafters that come with a model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(speculate, id="default"),
+        pytest.param(lambda: speculate("eagle3"), id="its own head"),
+        pytest.param(lambda: speculate("suffix+eagle3", model="zoo:tiny"), id="a head by the name of its model"),
+        pytest.param(lambda: speculate({"method": "auto", "num_speculative_tokens": 3}), id="mapping"),
+    ],
+)
+def test_a_model_of_the_zoo_has_its_drafters_inside_generate(given: Any) -> None:
+    """The model was loaded by transformers, from the folder of the zoo."""
+    model = pair()[0]
+    assert zoo.name_of(model.name_or_path) == "zoo:tiny"
+    drafting = given()
+    assert torch.equal(generate(model, custom_generate=drafting), generate(model, custom_generate=speculate("none")))
+    assert drafting.stats.num_draft_tokens
