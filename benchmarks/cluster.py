@@ -1,4 +1,4 @@
-"""A cluster of `foredraft serve --replicas` under load and under fire: what clients see, beside what they should.
+"""Test a cluster of `foredraft serve --replicas` under load and with failures, and compare what clients receive.
 
     python benchmarks/cluster.py kill --model zoo:tiny --rounds 20
     python benchmarks/cluster.py overhead --model zoo:smollm2
@@ -11,15 +11,18 @@
     python benchmarks/cluster.py chats --model zoo:smollm2 --method none --prompts 24 --streams 6 --max-tokens 24
     python benchmarks/cluster.py router
 
-"nodes" kills raylets of a cluster of three and a head, "absent" all of them; "overload" has one client ask for far more
-than can be done, beside one that sends single requests; "job" kills two workers of `foredraft generate --out
---replicas`; "chats" counts what replicas had read before. "update" runs `foredraft.serve.ray.build` behind Ray's own
-proxy: while clients ask without a break, another drafter is deployed, replicas come and go, or another model comes, and
-nobody may see an error. "scale" deploys the shipped file and lets load come and go. Every
-text is compared with the one that `foredraft.LLM` gives for the same request in this process.
+Every output is compared with that of `foredraft.LLM` for the same request in this process.
 
-"router" simulates replicas, up to 1,000, around the real router: chats come at random, each turn repeats the
-conversation before it, at `LOAD` times the rate at which replicas would be busy if nothing had been read before.
+kill: kill replicas while they answer.
+nodes, absent: kill one raylet (nodes) or all raylets (absent) of a cluster of three nodes and a head.
+overload: one client requests far more than the cluster can compute, while another one sends single requests.
+job: kill two workers of `foredraft generate --out --replicas`.
+chats: count the prompt tokens that replicas had read before.
+update: run `foredraft.serve.ray.build` behind Ray's own proxy. While clients send requests without a break, another
+drafter is deployed, replicas are added and removed, or another model is deployed. No client may receive an error.
+scale: deploy the shipped configuration and let the load rise and fall.
+router: simulate up to 1,000 replicas around the real router. Chats arrive at random, and each turn repeats the
+conversation before it. The rate is `LOAD` times the rate at which replicas would be busy without cached prefixes.
 """
 
 from __future__ import annotations
@@ -1191,14 +1194,16 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--within", type=float, default=1.5, help="Seconds in which the kill comes.")
+    parser.add_argument("--within", type=float, default=1.5, help="Latest time of the kill, in seconds.")
     parser.add_argument("--hang", action="store_true", help="Stop the process instead of killing it.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--other", help="For update: a model to be deployed in the place of the first.")
-    parser.add_argument("--prompts", type=int, default=1000, help="Of a job; or chats.")
-    parser.add_argument("--turns", type=int, default=8, help="Of chats.")
-    parser.add_argument("--data", default="../shared/data/corpora/dialogue_selfdialogue.jsonl.xz", help="Of chats.")
-    parser.add_argument("--seconds", type=float, default=20.0, help="Of overload.")
+    parser.add_argument("--other", help="update: model that replaces the first one.")
+    parser.add_argument("--prompts", type=int, default=1000, help="Number of prompts of job, or of chats.")
+    parser.add_argument("--turns", type=int, default=8, help="chats: turns of each chat.")
+    parser.add_argument(
+        "--data", default="../shared/data/corpora/dialogue_selfdialogue.jsonl.xz", help="chats: dialogues."
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="Duration of overload and scale.")
     options = parser.parse_args(given)
     return WHAT[options.what](options)
 

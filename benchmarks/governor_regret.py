@@ -1,19 +1,19 @@
-"""How far the governor stays behind the best fixed setting in hindsight, on recorded texts and measured costs.
+"""Measure how far the governor stays behind the best fixed setting, on recorded outputs and measured costs.
 
     python benchmarks/governor_regret.py --texts answers.jsonl [--model zoo:smollm2] [--dtype bfloat16]
         [--num-texts 24] [--max-new-tokens 200] [--seeds 3] [--temperature 0.8] [--interval 4] [--out regret.json]
         [--kinds chat rag ...] [--drafters ngram head] [--rows 8 [--closed]] [--curve '{"1": 6.8, "8": 9.0, ...}']
         [--spread 0.05] [--pauses 0.01]
 
-Under the rule "match" texts do not depend on drafts, so the texts that a model once gave are all that is needed: the
-drafters run along them, and every step costs what the cost curve of the model on this machine says, with 5 % of noise
-(``--spread``) and one step in a hundred (``--pauses``) three times as slow. So every other setting can be had exactly:
-drafts of 0 to 16 tokens, and those of trees cut to so many nodes. Texts are JSON lines with ``kind``, ``prompt`` and
-``answer``. One workload changes its nature midway, one its number of rows. With ``--interval n`` the governor decides
-in every n-th step. Regret is 1 - speed by that of the best setting for the whole. ``--kinds`` replaces the workloads by
-one of each kind, and one of all of them, shuffled, in batches of so many ``--rows``; with ``--closed`` no text takes
-the place of one that has ended, so that a batch takes as long as its last row: speed is then by that of the same
-batches decoded plainly.
+Under the rule "match" outputs do not depend on drafts, so recorded outputs of a model are sufficient. The drafters
+draft along them, and the cost of every step is taken from the cost curve of the model on this machine, with 5 % of
+noise (``--spread``) and one step in a hundred three times as slow (``--pauses``). So every other setting can be
+computed exactly: drafts of 0 to 16 tokens, and trees cut to as many nodes. ``--texts`` are JSON lines with ``kind``,
+``prompt`` and ``answer``. One workload changes its nature midway, and one its number of rows. With ``--interval n`` the
+governor decides in every n-th step. Regret is 1 minus the speed relative to that of the best setting for the whole
+workload. ``--kinds`` replaces the workloads by one for each kind and one of all kinds, shuffled, in batches of
+``--rows``. With ``--closed`` no row replaces one that has ended, so a batch takes as long as its last row. Speed is
+then relative to plain decoding of the same batches.
 """
 
 from __future__ import annotations
@@ -189,15 +189,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-texts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.0, help="at which the texts were drawn")
+    parser.add_argument("--temperature", type=float, default=0.0, help="temperature of the recorded outputs")
     parser.add_argument("--interval", type=int, default=INTERVAL, help="steps from one decision to the next")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--kinds", nargs="+", help="of the texts, in the place of the workloads named here")
-    parser.add_argument("--rows", type=int, default=1, help="of a batch, with --kinds")
-    parser.add_argument("--closed", action="store_true", help="one batch after the other")
-    parser.add_argument("--curve", type=json.loads, help="milliseconds by nodes, in the place of this machine's")
-    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=["ngram", "suffix"], help="with --kinds")
-    parser.add_argument("--spread", type=float, default=0.05, help="of the times of steps, by their logarithms")
+    parser.add_argument("--kinds", nargs="+", help="kinds of recorded outputs to use instead of the built-in workloads")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a batch, with --kinds")
+    parser.add_argument("--closed", action="store_true", help="do not refill a batch when rows end")
+    parser.add_argument(
+        "--curve", type=json.loads, help="milliseconds by number of nodes; by default those of this machine"
+    )
+    parser.add_argument(
+        "--drafters", nargs="+", choices=DRAFTERS, default=["ngram", "suffix"], help="drafters, with --kinds"
+    )
+    parser.add_argument("--spread", type=float, default=0.05, help="standard deviation of the logarithm of step times")
     parser.add_argument("--pauses", type=float, default=0.01, help="share of the steps that take three times as long")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

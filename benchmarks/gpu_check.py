@@ -1,26 +1,27 @@
-"""Check a GPU in ten minutes: is text lossless there, which sums keep their bits, and how fast is each method?
+"""Check a GPU in ten minutes: is the output lossless, which sums keep their bits, and how fast is each method?
 
     python benchmarks/gpu_check.py                       # ten minutes, results in runs/gpu_check-...
     python benchmarks/gpu_check.py --quick               # two minutes
     python benchmarks/gpu_check.py --sections bits --out FOLDER
     python benchmarks/gpu_check.py --device cpu --models zoo:tiny --rows 1 --quick
 
-No network is needed. Every result is one line of results.jsonl in the output folder (--out, else the variable OUT, else
-runs/), written and flushed when it is known: a check that is stopped keeps what it has. The first line has the card,
-its driver and all versions. table.md has the same for people, and is written again after every section.
+No network is needed. Every result is written at once as a line of results.jsonl in the output folder (--out, else the
+variable OUT, else a folder in runs/), so a check that is stopped keeps its results so far. The first line has the card,
+its driver and all versions. table.md has the same results in readable form and is rewritten after every section.
 
-check: every method on zoo:tiny, greedy and at temperature 1, in float32 and bfloat16, five prompts in a batch. Texts
-must equal plain decoding of each prompt alone, but for near-ties, and drafts must be accepted. `verify` judges two
-methods. A control accepts whatever is drafted, and must fail.
-steps: operators that one decode step launches, and its copies between host and device.
-bits: does a row of a product, norm or attention have the same bits in every slot of a bucket, beside other rows, and
-alone? Sums over a fixed bucket must keep them for the guarantee "fixed". A control reads its neighbours, and must not.
-speed: plain decoding, methods, and transformers, in turns, ungoverned. "forward_ms" is the time between CUDA events
-around a forward of the target, medians of all; "step_ms" is that of whole steps. "oracle" drafts four tokens that are
-all right: the most that a chain of four can give. Draft models of models that bring none are random: they show costs.
-growth: steps behind texts of up to 4,096 tokens, with the memory of keys and values.
+check: every method on zoo:tiny, greedy and at temperature 1, in float32 and bfloat16, five prompts in a batch. Outputs
+must equal plain decoding of each prompt alone, up to rounding, and drafts must be accepted. `verify` judges two
+methods. A control accepts every draft, and must fail.
+steps: operators that a decode step launches, and its copies between host and device.
+bits: does a row of a matrix product, norm or attention have the same bits in every slot of a bucket, together with
+other rows, and alone? Sums over a fixed bucket must keep them for the guarantee "fixed". A control reads its
+neighbours, and must fail.
+speed: plain decoding, methods and transformers in turns, without the governor. "forward_ms" is the median time between
+CUDA events around a forward pass of the target, "step_ms" that of whole steps. "oracle" drafts four correct tokens:
+the upper limit of a chain of four. For models without a draft model, draft models are random: they show costs only.
+growth: time of steps after up to 4,096 tokens, and memory of keys and values.
 
-Exit status: 0 everything that was reached holds; 3 something fails; 130 stopped by Ctrl-C.
+Exit status: 0 if every check that was made passed; 3 if one failed; 130 if stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -919,19 +920,21 @@ SECTIONS: dict[str, tuple[Callable[[Check, Clock], None], float]] = {
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of results; else the variable OUT, else a new one in runs/")
+    parser.add_argument("--out", type=Path, help="output folder; else the variable OUT, else a new one in runs/")
     parser.add_argument("--quick", action="store_true", help="two minutes: fewer methods, rows, shapes and repeats")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="600, or 120 with --quick")
-    parser.add_argument("--device", default="cuda", help="cuda by default; cpu tries the script itself")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time limit; 600, or 120 with --quick")
+    parser.add_argument("--device", default="cuda", help="device; cpu tests the script itself")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="of the self-check")
-    parser.add_argument("--models", nargs="+", metavar="MODEL", help="of speed: zoo:NAME or random:SHAPE")
-    parser.add_argument("--rows", nargs="+", type=int, help="batch sizes of speed")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="of speed; all by default")
-    parser.add_argument("--lengths", nargs="+", type=int, help="contexts of growth, in tokens")
-    parser.add_argument("--buckets", nargs="+", type=int, help="rows of the table of bits")
-    parser.add_argument("--num-tokens", type=int, help="tokens per row of speed")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="of the table of bits")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="methods of the section check")
+    parser.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="models of the section speed: zoo:NAME or random:SHAPE"
+    )
+    parser.add_argument("--rows", nargs="+", type=int, help="batch sizes of the section speed")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms of the section speed; all by default")
+    parser.add_argument("--lengths", nargs="+", type=int, help="context lengths of the section growth, in tokens")
+    parser.add_argument("--buckets", nargs="+", type=int, help="numbers of rows of the section bits")
+    parser.add_argument("--num-tokens", type=int, help="tokens per row in the section speed")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="shapes of the section bits")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""A target and its drafter for the scripts of this folder, inflated in width; and prompts padded to a length."""
+"""Load a target and its drafter for the scripts of this folder, made wider, and pad prompts to a length."""
 
 from __future__ import annotations
 

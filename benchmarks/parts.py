@@ -1,15 +1,18 @@
-"""Where the time of drafted decoding goes, part by part.
+"""Measure where the time of drafted decoding goes, part by part.
 
     python benchmarks/parts.py efficiency [--model zoo:tiny --scale 100m] [--contexts 256 1500] [--draft-widths 1 4]
     python benchmarks/parts.py profile [--contexts 100 500 1500] [--vocab-sizes 4096 32000 150000]
     python benchmarks/parts.py drafting [--contexts 1000 16000 128000] [--datastore-sizes 1e5 1e7]
     python benchmarks/parts.py accepted [--num-prompts 18] [--stop-at-eos]
 
-efficiency: the measured speed-up over plain decoding, divided by tau T(1) / (T_draft + T(n)), with T from a replay of
-the forwards of the run with nothing in between; the pair's drafter at some widths on padded prompts, and lookups on
-questions that are asked again. profile: shares of a step by verb, models left out. drafting: host time per step of the
-drafters that run no model. accepted: accepted lengths beside the truncated geometric distribution that independent
-acceptances would follow. ``--out FILE`` keeps everything as JSON. For speed beside transformers see race.py.
+efficiency: the measured speed-up over plain decoding, divided by tau T(1) / (T_draft + T(n)). T comes from a replay of
+the forward passes of the run with nothing in between. Arms are the pair's drafter at some widths on padded prompts, and
+lookups on questions that are asked again.
+profile: shares of a step by verb, without the models.
+drafting: host time per step of the drafters that run no model.
+accepted: accepted lengths, compared with the truncated geometric distribution of independent acceptances.
+
+``--out FILE`` writes all results as JSON. For speed compared with transformers see race.py.
 """
 
 from __future__ import annotations
@@ -852,7 +855,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("part", choices=SHOWN)
     parser.add_argument("--model", default="zoo:smollm2")
     parser.add_argument("--draft-model")
-    parser.add_argument("--scale", default="none", help="inflates the target: none, 100m or HIDDENxFFN")
+    parser.add_argument("--scale", default="none", help="make the target wider: none, 100m or HIDDENxFFN")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--execution", default="auto")
     parser.add_argument("--contexts", type=_whole, nargs="+")

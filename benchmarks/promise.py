@@ -1,17 +1,17 @@
-"""Does a model keep its promise on this machine, whatever its stock kernels do? Every method, cell by cell.
+"""Count the outputs that are bit-identical to plain decoding, for every method, on this machine.
 
     python benchmarks/promise.py                                       # zoo:tiny, all methods; a quarter of an hour
     python benchmarks/promise.py --model zoo:smollm2 --dtypes float32 bfloat16 --max-new-tokens 24 --json found.json
     python benchmarks/promise.py --methods ngram eagle3 --execution eager --top-p 0.6
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/promise.py --methods suffix token_recycling
 
-A cell is a method, a dtype, a temperature and a batch size. Plain decoding runs every prompt
-alone; the cell says how many texts have its bits, log-probabilities included, how far apart the distribution puts the
-tokens at which the others part from it, how many tokens a step gives by those that it gives under exactness="relaxed",
-where nothing is cut, and how many draft tokens were accepted. Stock kernels round by the shape of their call meanwhile
-(`foredraft.testing.hostile_kernels`), so that nothing is kept by luck; --stock leaves them as they are. No times are
-taken: a busy machine will do. Methods that the model brings nothing for are left out by name. The exit status is 3
-where a promise was broken, or drafts were cut.
+A cell of the table is a method, a dtype, a temperature and a batch size. Plain decoding runs every prompt alone. The
+cell has the number of outputs with the bits of plain decoding, log-probabilities included; for the other outputs, the
+gap in the distribution between the first tokens that differ; the tokens per step relative to exactness="relaxed",
+where no draft is cut; and the number of accepted draft tokens. During the run, stock kernels round differently for
+every shape of their call (`foredraft.testing.hostile_kernels`), so that no bits are equal by chance; --stock leaves
+them unchanged. No times are measured, so the machine may be busy. Methods for which the model includes no drafter are
+left out, and their names are printed. The exit status is 3 if the guarantee was broken or drafts were cut.
 """
 
 from __future__ import annotations
@@ -279,19 +279,23 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="zoo:tiny", help="of the zoo, or a folder; methods that need a head are its")
+    parser.add_argument(
+        "--model", default="zoo:tiny", help="zoo:NAME or a folder; it must include the heads of the methods"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--dtypes", nargs="+", default=["auto"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=(0.0, 1.0))
-    parser.add_argument("--top-p", type=float, default=1.0, help="where tokens are sampled; less makes drafts fit")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="top-p of sampled cells; with a lower value more drafts are accepted"
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 5))
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--execution", default="auto")
     parser.add_argument(
-        "--perturb", nargs="+", choices=KINDS, default=KINDS, help="which stock kernels; all by default"
+        "--perturb", nargs="+", choices=KINDS, default=KINDS, help="stock kernels to perturb; all by default"
     )
-    parser.add_argument("--stock", action="store_true", help="leave stock kernels as they are")
-    parser.add_argument("--json", type=Path, help="write everything here, too, after every cell")
+    parser.add_argument("--stock", action="store_true", help="do not perturb stock kernels")
+    parser.add_argument("--json", type=Path, help="file to write after every cell")
     options = parser.parse_args()
     result: dict[str, Any] = {"conditions": {**provenance(), "instruction_set": instruction_set()}, "cells": []}
     is_good = True

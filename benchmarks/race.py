@@ -1,4 +1,4 @@
-"""A race of this library beside other engines on the same weights and token ids, each in a process of its own.
+"""Compare the speed of Foredraft and other engines on the same weights and token ids, each in a process of its own.
 
     python benchmarks/race.py --make-peers openvino llamacpp            # once: an environment for each, from wheels
     python benchmarks/race.py --peers all --model zoo:smollm2 --dtype bfloat16 --out race.json
@@ -6,9 +6,9 @@
     python benchmarks/race.py --peers llamacpp --methods 'ngram,{"method": "suffix"}' --kinds again maths
     python benchmarks/race.py --peers transformers --model zoo:tiny --scale 100m --context 1500
 
-Texts are compared first. Every engine runs at the settings that are its fastest on other prompts; one process computes
-while the others sleep. Exit codes: 0 done, 2 refused, 3 texts of this library differ where they must not (then no speed
-is shown), 130 interrupted; ``--out`` keeps what is known after every prompt. See docs/benchmarks.md.
+Outputs are compared first. Every engine runs with the settings that were fastest on other prompts. One process computes
+while the others sleep. Exit codes: 0 done; 2 refused; 3 outputs of Foredraft differ where they must be equal (then no
+speed is shown); 130 interrupted. ``--out`` is written after every prompt. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -966,28 +966,36 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = (*PEERS, ALL)
     made.add_argument("--peers", nargs="+", choices=names, default=[ALL])
-    made.add_argument("--make-peers", nargs="+", choices=names, help="make the environments of these, and end")
-    made.add_argument("--peers-folder", type=Path, default=default_folder(), help="of the environments")
+    made.add_argument(
+        "--make-peers", nargs="+", choices=names, help="create the environments of these engines, and exit"
+    )
+    made.add_argument("--peers-folder", type=Path, default=default_folder(), help="folder of the environments")
     made.add_argument("--model", default="zoo:smollm2")
     made.add_argument("--draft-model")
-    made.add_argument("--scale", default="none", help="inflates the target: none, 100m or HIDDENxFFN")
+    made.add_argument("--scale", default="none", help="make the target wider: none, 100m or HIDDENxFFN")
     made.add_argument("--dtype", default="auto")
     made.add_argument("--execution", default="auto")
     made.add_argument("--exactness", default="default")
-    made.add_argument("--methods", help="of foredraft, as in foredraft bench")
+    made.add_argument("--methods", help="methods of Foredraft, as in foredraft bench")
     made.add_argument("--num-speculative-tokens", "-k", type=int)
-    made.add_argument("--quantised", action="store_true", help="also int8 and 4-bit weights, which do not count")
-    made.add_argument("--batch-sizes", type=int, nargs="+", default=[], help="rows, instead of single rows with drafts")
+    made.add_argument(
+        "--quantised", action="store_true", help="also measure int8 and 4-bit weights, outside of the ranking"
+    )
+    made.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[], help="batch sizes to measure instead of single rows"
+    )
     made.add_argument("--threads", type=int, default=torch.get_num_threads())
     made.add_argument("--prompts-file", type=Path)
-    made.add_argument("--kinds", nargs="+", help="of prompts; again is a question asked again")
-    made.add_argument("--context", type=int, help="pads prompts of all kinds in front to so many tokens")
-    made.add_argument("--num-prompts", type=int, default=24, help="that count; of batches, in all groups together")
-    made.add_argument("--num-tuning-prompts", type=int, default=4, help="others, on which settings are chosen")
+    made.add_argument("--kinds", nargs="+", help="kinds of prompts; again is a question that is asked again")
+    made.add_argument("--context", type=int, help="pad all prompts at the front to this many tokens")
+    made.add_argument(
+        "--num-prompts", type=int, default=24, help="measured prompts; with --batch-sizes in all groups together"
+    )
+    made.add_argument("--num-tuning-prompts", type=int, default=4, help="further prompts, for choosing settings")
     made.add_argument("--max-new-tokens", type=int, default=48)
     made.add_argument("--repeats", type=int, default=1, help="rounds of A B B A")
-    made.add_argument("--assisted-lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8], help="of transformers")
-    made.add_argument("--lookup-lengths", type=int, nargs="+", default=[2, 3, 5, 8, 10, 15], help="of transformers")
+    made.add_argument("--assisted-lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8], help="lengths to try")
+    made.add_argument("--lookup-lengths", type=int, nargs="+", default=[2, 3, 5, 8, 10, 15], help="lengths to try")
     made.add_argument("--out", type=Path)
     return made
 

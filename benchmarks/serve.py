@@ -1,14 +1,14 @@
-"""Load on servers of the OpenAI API: tokens per second and times to the first token, by clients at once.
+"""Put load on servers of the OpenAI API: tokens per second and times to the first token, by number of clients.
 
-    python benchmarks/serve.py --server plain=http://127.0.0.1:8000,plain --server llama.cpp=http://127.0.0.1:8001 \
+    python benchmarks/serve.py --server plain=http://127.0.0.1:8000,plain --server llama.cpp=http://127.0.0.1:8001 \\
         --pid plain=4711 --pid llama.cpp=4712 --llm none --clients 1 4 8 16 --rounds 2 --turns 3
 
-Every client asks for one streamed chat answer after another, over connections of its own; servers take turns with the
-same prompts, and those of which the process is known are stopped (SIGSTOP) while another is measured. No prompt comes
-twice to one server, so none is found read; two names of one process are one server in that. Tokens are those of the
-texts by the model's tokenizer, so that servers which send several in one chunk count alike; time is from the first
-request of a turn to the end of its last. `--llm METHOD` beside: the same rows by `LLM` in this process, as many at once
-as there are clients, and whether texts equal.
+Every client requests one streamed chat answer after another, over its own connection. Servers take turns with the same
+prompts. A server whose process id is given is stopped (SIGSTOP) while another is measured. No server gets a prompt
+twice, so no prompt is cached; two names of one process count as one server here. Tokens are counted by the model's
+tokenizer in the received text, so servers that send several tokens in a chunk are counted alike. Time is measured from
+the first request of a turn to the end of its last answer. `--llm METHOD` also decodes the same rows with `LLM` in this
+process, as many at once as there are clients, and compares the outputs.
 """
 
 from __future__ import annotations
@@ -189,9 +189,11 @@ def main() -> None:
     parser.add_argument("--server", action="append", default=[], metavar="NAME=URL[,MODEL]")
     parser.add_argument("--pid", action="append", default=[], metavar="NAME=PID")
     parser.add_argument("--options", action="append", default=[], metavar="NAME=JSON", help="fields of every request")
-    parser.add_argument("--model", default="zoo:smollm2", help="of --llm; its tokenizer counts tokens")
-    parser.add_argument("--llm", action="append", default=[], metavar="METHOD", help="rows without a server, beside")
-    parser.add_argument("--prefill-chunk-size", type=int, default=64, help="of --llm; as servers have it")
+    parser.add_argument("--model", default="zoo:smollm2", help="model of --llm; its tokenizer counts tokens")
+    parser.add_argument("--llm", action="append", default=[], metavar="METHOD", help="also decode without a server")
+    parser.add_argument(
+        "--prefill-chunk-size", type=int, default=64, help="chunk size of --llm; 64 is the default of the server"
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=2, help="requests of each client in a turn")
     parser.add_argument("--turns", type=int, default=3)

@@ -1,14 +1,14 @@
-"""Requests of every kind for a long time: each gives what it gives alone, and nothing of it is left behind.
+"""Send requests of every kind for a long time: each output must equal that of its request alone, and no memory leaks.
 
     python benchmarks/soak.py --requests 2000
     python benchmarks/soak.py --model zoo:smollm2 --minutes 60 --max-kv-bytes 64MB --dtype float32
 
-Requests of mixed lengths and parameters arrive at random at engines of all methods, which share one target and one
-store of prefixes and have a plan for memory that is too small. Some are aborted, some have a processor or a tokenizer
-that raises, some steps are cut off by Ctrl-C, and drafters raise in any of their calls or draft nonsense. Without a
-model the target is a toy in float64, where every text must equal that of its request run alone, plainly; with one,
-texts that differ are told and counted, since roundings may. Memory is read whenever all engines are empty; `kill -TERM`
-ends a run after what it has begun.
+Requests of mixed lengths and parameters arrive at random at engines of all methods. The engines share one target and
+one store of prefixes, and their memory limit is too small. Some requests are aborted, some have a processor or a
+tokenizer that raises an exception, some steps are interrupted by Ctrl-C, and drafters raise exceptions in any of their
+calls or draft nonsense. Without a model the target is a toy in float64, and every output must equal that of its request
+run alone, with plain decoding. With a model, outputs that differ are reported and counted, since rounding may differ.
+Memory is measured whenever all engines are empty. `kill -TERM` ends a run after the requests that have started.
 """
 
 from __future__ import annotations
@@ -565,17 +565,19 @@ class RunningTime:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--minutes", type=float, help="instead of --requests; time while stopped does not count")
-    parser.add_argument("--model", help="a real model; without one, a toy in float64")
-    parser.add_argument("--dtype", default="auto", help="of the model")
     parser.add_argument(
-        "--methods", nargs="+", help="of the toy: all; of a model: none, ngram, token_recycling, sparse_kv"
+        "--minutes", type=float, help="duration instead of --requests; time while stopped does not count"
     )
-    parser.add_argument("--max-kv-bytes", default="64MB", help="of a model: the plan of each method's engine")
+    parser.add_argument("--model", help="a real model; without one, a toy in float64")
+    parser.add_argument("--dtype", default="auto", help="dtype of the model")
+    parser.add_argument(
+        "--methods", nargs="+", help="toy: all by default; model: none, ngram, token_recycling, sparse_kv"
+    )
+    parser.add_argument("--max-kv-bytes", default="64MB", help="model: memory limit of each method's engine")
     parser.add_argument("--texts", type=Path, default=Path(__file__).parents[1] / "docs", help="folder of .md files")
     parser.add_argument("--fault-rate", type=float, default=0.01, help="share of a drafter's calls that fail")
-    parser.add_argument("--check-rate", type=float, help="share of requests that run alone, too; of a model: 0.1")
-    parser.add_argument("--drain-every", type=int, help="requests between two readings of memory; 50, of a model 10")
+    parser.add_argument("--check-rate", type=float, help="share of requests that also run alone; model: 0.1 by default")
+    parser.add_argument("--drain-every", type=int, help="requests between two measurements of memory; toy 50, model 10")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.getLogger("foredraft").setLevel(logging.ERROR)  # faults are told by the hundred

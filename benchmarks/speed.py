@@ -1,24 +1,26 @@
-"""Speed by plain decoding on a quiet machine: of methods by kind of prompt, of `classic`, and beside other programs.
+"""Measure speed relative to plain decoding on a quiet machine: methods, `classic`, and busy neighbours.
 
     python benchmarks/speed.py kinds --prompts-file question.jsonl [--methods ngram suffix+eagle3 auto]
         [--temperatures 0 1] [--batch-sizes 1 8] [--kinds chat random] [--groups 2] [--out kinds.json]
     python benchmarks/speed.py classic [--model zoo:tiny --scale 100m] [--groups 6] [--repeats 3]
     python benchmarks/speed.py neighbours [--methods none ngram] [--cases two nice-10 nice-0] [--repeats 5]
 
-kinds: plain decoding and all methods, governed as by default, decode the same groups of prompts in turns, A B B A; ends
-of text are passed over, tokens are compared. A cell is the ratio of the sums of seconds per token over the groups of a
-kind, with a bootstrap interval over them; the last ones are the geometric mean of the kinds. The parts of Spec-Bench
-that are chat count as one kind, "random" is tokens drawn evenly. Methods are named as in ``foredraft bench --methods``;
-"wrong" drafts random tokens at no cost. What governors learn they keep from prompt to prompt, as in an `LLM`.
+kinds: plain decoding and all methods, with the governor as by default, decode the same groups of prompts in turns, A B
+B A. EOS is ignored, and tokens are compared. A cell of the table is the ratio of the sums of seconds per token over the
+groups of a kind, with a bootstrap interval over the groups; the last ones are the geometric mean of the kinds. The chat
+parts of Spec-Bench count as one kind; "random" prompts are tokens drawn uniformly. Methods are named as in ``foredraft
+bench --methods``; "wrong" drafts random tokens at no cost. As in an `LLM`, governors keep what they have learned from
+prompt to prompt.
 
-classic: the functions of `foredraft.classic` beside their own autoregressive one and `model.generate`, with and without
-a cache, greedy, prompts included. "kept" storages have seen the prompts before, as on a second call.
+classic: the functions of `foredraft.classic` compared with their own autoregressive one and `model.generate`, with and
+without a cache, greedy, prompts included. "kept" storages have seen the prompts before, as on a second call.
 
-neighbours: how much slower decoding and loading are beside others, by what they take alone. "two" are two processes of
-this library at once; "nice-10" and "nice-0" are beside a process of torch that multiplies matrices on all threads, at
-that niceness. Every repeat measures alone, beside, beside, alone. "quiet" is the share of the processors' time that
-nobody else used while decoding alone: below 0.95 the figures say little. ``--torch-first`` imports torch before this
-library, so that its own setting of OpenMP comes too late. All processes end with this one, or at ``--limit`` seconds.
+neighbours: slowdown of decoding and loading beside other programs, relative to the time without them. "two" are two
+processes of Foredraft at once; "nice-10" and "nice-0" are runs beside a torch process that multiplies matrices on all
+threads, at that niceness. Every repeat measures alone, beside, beside, alone. "quiet" is the share of the processors'
+time that no other program used while decoding alone; below 0.95 the figures are not reliable. ``--torch-first`` imports
+torch before Foredraft, so that Foredraft's setting of OpenMP comes too late. All processes end with this one, or after
+``--limit`` seconds.
 """
 
 from __future__ import annotations
@@ -479,13 +481,13 @@ def main() -> None:
     parser.add_argument("--draft-model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--execution", default="auto")
-    parser.add_argument("--scale", default="none", help="inflates the target: none, 100m or HIDDENxFFN")
-    parser.add_argument("--prompts-file", type=Path, help="as in foredraft bench")
+    parser.add_argument("--scale", default="none", help="make the target wider: none, 100m or HIDDENxFFN")
+    parser.add_argument("--prompts-file", type=Path, help="prompts, as in foredraft bench")
     parser.add_argument("--kinds", nargs="+", default=KINDS[:-1])
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1])
-    parser.add_argument("--groups", type=int, help="of a kind; with one row, a prompt each")
+    parser.add_argument("--groups", type=int, help="groups of prompts of a kind; a prompt each if the batch size is 1")
     parser.add_argument("--max-new-tokens", type=int)
     parser.add_argument("--max-prompt-tokens", type=int, default=900)
     parser.add_argument("--repeats", type=int, help="rounds of A B B A")

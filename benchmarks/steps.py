@@ -1,4 +1,4 @@
-"""What one forward costs, by execution: of few nodes, of ragged rows, of prompts; beside its linear layers alone.
+"""Measure the time of a forward pass by execution: few nodes, ragged rows and prompts, compared with its linear layers.
 
     python benchmarks/steps.py [--model zoo:smollm2] [--dtype bfloat16] [--executions eager packed compiled]
         [--nodes 1 5 16 32] [--context 256] [--batch-sizes 8 32] [--prompts 512 2048] [--repeats 20] [--out steps.json]
@@ -6,16 +6,16 @@
     python benchmarks/steps.py --executions compiled --nodes --batch-sizes --prompts 2048 --chunks 128 512 --pauses 4000
     python benchmarks/steps.py --formats bfloat16 int8 int4 stored Q4_K gptq --prompts
 
-Everything runs in turns. Times are milliseconds, minimum and median; ratios are medians of pairs with 95 % intervals.
-"linears" are the products of a forward with as many rows, one after another, so that weights are as cold as in one;
-"bandwidth" reads as many bytes as all weights have, once. Compile times are those of this run: "cold" from an empty
-folder, "warm" from the same folder and in a process that has not seen the graphs.
-"chunks" reads a prompt as the engine does, in pieces of so many tokens, up to its first token. A pause is the longest
-time between two tokens of a row that runs while a prompt of that length comes.
-Ragged rows have texts of 60 to 400 tokens. "sum of nodes" is the time of one row with as many nodes as all rows have.
-With "formats" the arms are formats of weights by one execution, the last, and ratios are to the first of them; a format
-of files is made by rounding the model into its form in memory, with group sizes that fit. "floor" is the time in which
-its weights are read at the bandwidth of the same turns.
+All arms run in turns. Times are milliseconds, minimum and median; ratios are medians of pairs with 95 % intervals.
+"linears" are the linear layers of a forward pass with as many rows, one after another, so that weights are as cold as
+in a forward pass. "bandwidth" reads as many bytes as all weights have, once. Compile times are those of this run:
+"cold" from an empty folder, "warm" from the same folder in a process that has not seen the graphs.
+"chunks" reads a prompt up to its first token in chunks of these sizes, as the engine does. A pause is the longest time
+between two tokens of a row while a prompt of that length is read.
+Ragged rows have 60 to 400 tokens of context. "sum of nodes" is the time of one row with as many nodes as all rows have.
+With "formats" the arms are formats of weights with one execution, the last one, and ratios are relative to the first
+format. The formats of files are made in memory by rounding the model, with group sizes that fit. "floor" is the time to
+read the weights at the bandwidth of the same turns.
 """
 
 from __future__ import annotations
@@ -224,14 +224,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--executions", nargs="+", default=["eager", "packed", "compiled"])
     parser.add_argument(
-        "--formats", nargs="*", default=[], help=f"{STORED}, {', '.join((*ROUNDINGS, *FORMS))}, or the dtype"
+        "--formats", nargs="*", default=[], help=f"formats: {STORED}, {', '.join((*ROUNDINGS, *FORMS))}, a dtype"
     )
     parser.add_argument("--nodes", nargs="*", type=int, default=[1, 5, 16, 32])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8, 32])
     parser.add_argument("--prompts", nargs="*", type=int, default=[512, 2048])
-    parser.add_argument("--chunks", nargs="*", type=int, default=[], help="of the engine, by the last execution")
-    parser.add_argument("--pauses", nargs="*", type=int, default=[], help="prompts of so many tokens beside a row")
+    parser.add_argument("--chunks", nargs="*", type=int, default=[], help="chunk sizes, with the last execution")
+    parser.add_argument(
+        "--pauses", nargs="*", type=int, default=[], help="lengths of prompts that are read while a row is decoding"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--skip-compile-times", action="store_true")
     parser.add_argument("--out", type=Path)

@@ -1,21 +1,21 @@
-"""Acceptance of methods that are forced on: tau with intervals over prompts, by position, and what a draft costs.
+"""Measure acceptance without the governor: tau (tokens per step) with intervals, by position, and draft costs.
 
-    python benchmarks/tau.py --model zoo:smollm2 --prompts question.jsonl --per-kind 4 --max-new-tokens 48 \
-        --nodes chain 8 16 60 --bigram answers.jsonl --method ngram --method token_recycling --method eagle3 \
+    python benchmarks/tau.py --model zoo:smollm2 --prompts question.jsonl --per-kind 4 --max-new-tokens 48 \\
+        --nodes chain 8 16 60 --bigram answers.jsonl --method ngram --method token_recycling --method eagle3 \\
         --method suffix+eagle3 --out tau.jsonl
 
-Every method drafts in every step, and as much as it is allowed: no governor runs, and lengths that a method would
-choose by itself are fixed. "chain" is a chain of five, or of num_speculative_tokens where a method's config names them
-(a union merges the chains of its parts into a tree of as many nodes); a number is that of nodes, root included, of
-trees whose shape the method chooses; without --nodes a method drafts what its config says. Prompts of Spec-Bench's
-parts of chat count as one kind. Intervals are bootstraps over prompts. --timed N decodes N of the prompts alone, too:
-the least and the median processor time of a draft (propose and observe, where tokens were drafted) and of a step. With
---out, cells that the file holds already, measured under the same settings, are not measured again, so a long list can
-be broken off.
+Every method drafts in every step, as much as it is allowed: no governor runs, and lengths that a method would choose by
+itself are fixed. In --nodes, "chain" is a chain of five tokens, or of num_speculative_tokens if the method's config
+sets it (a union merges the chains of its parts into a tree of as many nodes). A number is the number of nodes, root
+included, of trees whose shape the method chooses. Without --nodes, the method's config decides. Spec-Bench's prompts of
+its chat parts count as one kind. Intervals are bootstraps over prompts. --timed N also decodes N of the prompts alone
+and gives the minimum and the median processor time of a draft (propose and observe, in steps with drafted tokens) and
+of a step. Results that the --out file contains already, measured with the same settings, are not measured again, so a
+long list can be interrupted.
 
-Two baselines are no methods of the library. "bigram", with --bigram, drafts what followed a token most often in answers
-of the target: the whole text before the pending token does not matter to it. "argmax" chains the target's own argmax
-behind nothing but the token before. A method that looks at the text has to do better.
+Two baselines are not methods of the library. "bigram", with --bigram, drafts the tokens that most often followed a
+token in answers of the target; it ignores all text before the pending token. "argmax" chains the target's own argmax,
+given only the previous token. A method that reads the text has to do better.
 """
 
 from __future__ import annotations
@@ -340,7 +340,9 @@ def main() -> None:
     parser.add_argument("--model", default="zoo:tiny")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--execution", default="auto")
-    parser.add_argument("--method", action="append", default=[], help="a name, a+b, JSON or NAME=JSON; may be repeated")
+    parser.add_argument(
+        "--method", action="append", default=[], help="method: a name, a+b, JSON or NAME=JSON; repeatable"
+    )
     parser.add_argument("--nodes", nargs="+", default=[None], help="chain, or numbers of nodes, root included")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--kind", action="append", default=[])
@@ -348,15 +350,19 @@ def main() -> None:
     parser.add_argument("--max-prompt-tokens", type=int, default=700)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, action="append", default=[])
-    parser.add_argument("--rows", type=int, default=8, help="prompts that are decoded together")
-    parser.add_argument("--bigram", type=Path, help="prompts with answers of the target, as of foredraft train")
-    parser.add_argument("--timed", type=int, default=0, help="prompts that are decoded alone too, to time their steps")
-    parser.add_argument("--against", default="", help="method whose tau is taken from that of others")
+    parser.add_argument("--rows", type=int, default=8, help="batch size")
     parser.add_argument(
-        "--check", action="store_true", help="compare texts with plain decoding's: how many are equal, and logits apart"
+        "--bigram", type=Path, help="file of prompts with answers of the target, as foredraft train writes it"
     )
     parser.add_argument(
-        "--out", type=Path, help="JSON lines with counts by prompt; what is there is not measured again"
+        "--timed", type=int, default=0, help="number of prompts that are also decoded alone, to time steps"
+    )
+    parser.add_argument("--against", default="", help="method whose tau is subtracted from that of others")
+    parser.add_argument(
+        "--check", action="store_true", help="compare outputs with plain decoding: number of equal ones, gaps in logits"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines with counts by prompt; results in it are not measured again"
     )
     options = parser.parse_args()
     llm = LLM(options.model, dtype=options.dtype, execution=options.execution)

@@ -1,4 +1,4 @@
-"""Talk in turns: the model's answer goes back into the messages, and the next one drafts from all that was said."""
+"""Chat over several turns: each answer is added to the messages, and the next answer is drafted from the whole chat."""
 
 from foredraft import LLM, SamplingParams, zoo
 

@@ -1,4 +1,4 @@
-"""The plain functions: greedy speculative decoding says what greedy decoding says, and the trace tells how."""
+"""Use the functions of `foredraft.classic`: greedy speculative decoding returns the tokens of greedy decoding."""
 
 from foredraft import zoo
 from foredraft.classic import last_trace
@@ -16,4 +16,4 @@ assert tokens == plain
 print(tokenizer.decode(tokens))
 trace = last_trace()
 if trace is not None:
-    print(f"{len(trace.steps)} forwards of the target for {len(tokens)} tokens, {acceptance_rate:.0%} accepted")
+    print(f"{len(trace.steps)} forward passes of the target for {len(tokens)} tokens, {acceptance_rate:.0%} accepted")

@@ -1,4 +1,4 @@
-"""A storage of n-grams as drafter: it learns from one answer and drafts the next."""
+"""Draft from a storage of n-grams, which learns from one answer and drafts the next."""
 
 from foredraft import zoo
 from foredraft.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate

@@ -1,4 +1,4 @@
-"""Plain and speculative decoding of the same questions: equal tokens, fewer steps."""
+"""Compare plain and speculative decoding of the same questions: equal tokens, fewer steps."""
 
 from foredraft import LLM, SamplingParams, zoo
 

@@ -1,4 +1,4 @@
-"""Answer a file of questions, one JSON object a line, in batches, and write one line for each answer."""
+"""Answer a file of questions, one JSON object per line, in a batch, and write one line for each answer."""
 
 import json
 import tempfile

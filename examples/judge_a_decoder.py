@@ -1,4 +1,4 @@
-"""Ask whether somebody else's decoder says what the model says: prompt lookup of transformers, and one that cheats."""
+"""Test whether another decoder is lossless: prompt lookup of transformers, and a decoder that is always greedy."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ print(verify(llm, prompts, lookup, budget_seconds=5.0).sentence())
 
 
 def cheat(prompt: list[int], params: SamplingParams) -> Any:
-    """Greedy tokens, whatever was asked for."""
+    """Return greedy tokens, even for requests that set a temperature."""
     output = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=params.max_tokens))
     return list(output[0].outputs[0].token_ids)
 

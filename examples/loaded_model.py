@@ -1,4 +1,4 @@
-"""Draft for a model that you have loaded yourself; it stays as it is. Token ids go in, token ids come out."""
+"""Draft for a model that you have loaded yourself. It is not modified. Prompts and outputs are token ids."""
 
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Speed up `model.generate` with one argument: the same text, streamed, with a stop string."""
+"""Speed up `model.generate` with one argument: the same output, streamed, with a stop string."""
 
 from transformers import TextStreamer
 

@@ -1,6 +1,6 @@
-"""Try a rule of your own for keeping drafted tokens, and let `verify` say whether it keeps the model's distribution.
+"""Write an acceptance rule of your own, and let `verify` test whether it keeps the model's distribution.
 
-The draft is one token, the likeliest by the model itself at half its temperature; a real drafter stands in its place.
+The draft is one token, the likeliest one of the model itself. A real drafter would take its place.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Rule = Callable[[Tensor, int, torch.Generator], int]
 
 
 def rejection(probs: Tensor, draft: int, generator: torch.Generator) -> int:
-    """Keep the draft with its probability, else draw from what is left (2211.17192): lossless."""
+    """Accept the draft with its probability, else draw from the other tokens (2211.17192): lossless."""
     if torch.rand((), generator=generator) < probs[draft]:
         return draft
     rest = probs.clone()
@@ -25,12 +25,12 @@ def rejection(probs: Tensor, draft: int, generator: torch.Generator) -> int:
 
 
 def threshold(probs: Tensor, draft: int, generator: torch.Generator) -> int:
-    """Keep whatever the model would say with a probability of a twentieth or more: lossy."""
+    """Accept every draft with a probability of more than 0.05: lossy."""
     return draft if probs[draft] > 0.05 else int(torch.multinomial(probs, 1, generator=generator))
 
 
 def decoder(rule: Rule) -> FunctionSubject:
-    """A decoder that takes greedy settings, and sampling at any temperature."""
+    """Return a decoder for greedy settings and for sampling at any temperature."""
 
     @torch.inference_mode()
     def generate(prompt: list[int], params: SamplingParams) -> list[int]:

@@ -1,4 +1,4 @@
-"""Stream one answer and show what the drafters proposed in brackets."""
+"""Stream one answer, with drafted text in brackets."""
 
 from foredraft import LLM, SamplingParams, zoo
 

@@ -1,4 +1,4 @@
-"""Have a model call a tool whatever it would say: a server, and a client that requires a call."""
+"""Force a tool call: start a server, and send a request that requires a call of the tool."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ weather = {
 with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True) as server:
     try:
         assert server.stderr is not None
-        next(line for line in server.stderr if "serving" in line)  # once all is loaded and warm
+        next(line for line in server.stderr if "serving" in line)  # printed when the server is ready
         client = OpenAI(base_url="http://127.0.0.1:8765/v1", api_key="none")
         answer = client.chat.completions.create(
             model="zoo:smollm2",

@@ -1,4 +1,4 @@
-"""Train a head for a target, draft with it, and see that the text stays; so short a training shows that it works."""
+"""Train a head for a target, draft with it, and check that the output is the same. This training is very short."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
-"""SmolLM2 completes its prompts and answers them, thousands at a time, on a GPU.
+"""Complete prompts and answer them with SmolLM2, thousands at a time, on a GPU.
 
-Plain sampling by a bare forward of Llama: here text is wanted by the million tokens, and no user reads it. Half of the
-answers are greedy, half are drawn at temperature 0.8 from tokens of at least a twentieth of the likeliest one's chance.
+It samples with a bare forward pass of Llama, since training needs millions of tokens that no user reads. Half of the
+answers are greedy. The others are drawn at temperature 0.8 with min-p 0.05.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What SmolLM2 is asked so that a head can learn from its answers: prompts, and beginnings that it completes itself.
+"""Make the prompts for training a head of SmolLM2: questions, and beginnings of questions that it completes itself.
 
-Writes an .npz that a machine without the corpora and without the tokenizer can use: tokens of the prompts through the
-chat template, tokens of beginnings of a user's turn (Magpie, Xu et al. 2024, arXiv:2406.08464), what closes a turn, and
-hashes of ten words in a row of the evaluation sets, against which prompts are checked, here and after completion.
+The result is an .npz for a machine without the corpora and without the tokenizer. It has the tokens of the prompts in
+the chat template, the tokens of beginnings of a user's turn (Magpie, Xu et al. 2024, arXiv:2406.08464), the tokens that
+close a turn, and hashes of ten consecutive words of the evaluation sets. Prompts are checked against these hashes, in
+this script and after completion.
 """
 
 from __future__ import annotations

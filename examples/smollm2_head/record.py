@@ -1,4 +1,4 @@
-"""What goes with a head into the zoo: digests of the prompts that it was trained on, and where it came from."""
+"""Write the record of a head in the zoo: digests of its training prompts, and its origin."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Trains EAGLE-3's head for SmolLM2 on millions of its answers, many texts at a time, on a GPU.
+"""Train EAGLE-3's head for SmolLM2 on millions of tokens of its answers, many sequences at a time, on a GPU.
 
-What is computed is what `foredraft train eagle3` computes: soft cross entropy against the target's distribution at
-several steps of a draft. Features come from a bare forward of the target, in the step that needs them, and rates follow
-the clock, so that the time that is given is used to its end. The head is written at every measurement.
+The loss is that of `foredraft train eagle3`: soft cross entropy against the target's distribution at several steps of a
+draft. Features are computed by a bare forward pass of the target in the step that needs them. The learning rate follows
+the clock, so that training uses the given time completely. The head is written at every measurement.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The datastore of zoo:tiny: a small part of what the pair was trained on, in the same formats.
+"""Make the datastore of zoo:tiny: a small part of the training data of the pair, in the same formats.
 
     python examples/tiny_pair/datastore.py --corpora CORPORA --out src/foredraft/zoo/tiny/datastore
 
-It takes documents of each
-source in a shuffled order up to a number of characters. Held-out documents stay out, and no evaluation set is among
-the sources. Stories are left out: each has an author of its own to be named.
+It takes documents of each source in a shuffled order, up to a number of characters. Held-out documents are left out,
+and no evaluation set is among the sources. Stories are left out because each would need a credit of its own.
 """
 
 from __future__ import annotations

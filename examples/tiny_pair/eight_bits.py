@@ -1,4 +1,4 @@
-"""Heads in half of their bytes: weights that were trained in bfloat16, rounded to eight bits (float8_e4m3fn)."""
+"""Halve the size of heads: round weights that were trained in bfloat16 to eight bits (float8_e4m3fn)."""
 
 from __future__ import annotations
 

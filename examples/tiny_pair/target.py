@@ -2,8 +2,8 @@
 
     python examples/tiny_pair/target.py --texts TEXTS --init TARGET_DIR --out RUN --tokens 25000000
 
-Texts come from ``texts.py``. Started again with the same ``--out``, it goes on where the newest checkpoint stopped, and
-ends with the weights of a run that was not interrupted. ``--from-scratch`` takes only the shape of ``--init``.
+The texts are made by ``texts.py``. Started again with the same ``--out``, training continues from the newest checkpoint
+and ends with the weights of an uninterrupted run. ``--from-scratch`` uses only the shape of ``--init``.
 """
 
 from __future__ import annotations

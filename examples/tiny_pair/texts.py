@@ -1,9 +1,9 @@
-"""The texts that zoo:tiny was made of: read, formatted, split, and written as JSON lines by source.
+"""Prepare the training texts of zoo:tiny: read, format, split, and write them as JSON lines by source.
 
     python examples/tiny_pair/texts.py --corpora CORPORA --out TEXTS
 
 CORPORA is a folder of xz-compressed JSON lines with a field ``text``, named as `FORMATS` lists them; all are public,
-and the README beside the weights names their origins and licences. Every document stands in ``SOURCE.train.jsonl`` or
+and the README beside the weights names their origins and licences. Every document is in ``SOURCE.train.jsonl`` or
 ``SOURCE.valid.jsonl``: the split is a hash of the document, so it does not move when a source grows or is reordered.
 ``beginnings.jsonl`` has the beginnings of training documents, prompts for ``foredraft train --raw``.
 

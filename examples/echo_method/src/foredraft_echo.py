@@ -1,4 +1,4 @@
-"""Drafts the tokens that stand a fixed distance back: what a text with a rhythm says next."""
+"""Draft the tokens at a fixed distance back, which suits sequences with a fixed period."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EchoOptions(DraftOptions):
 
 
 class EchoDrafter(ContextDrafter):
-    """Copies from ``distance`` tokens back.
+    """Copy the tokens from ``distance`` tokens back.
 
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
     """
@@ -46,7 +46,7 @@ class EchoDrafter(ContextDrafter):
 
 
 def build(options: EchoOptions, context: DrafterContext) -> EchoDrafter:
-    """An echo needs nothing but the text."""
+    """Return the drafter, which needs only the tokens of the sequence."""
     return EchoDrafter(options.echo_distance, options.num_speculative_tokens)
 
 
