@@ -20,7 +20,7 @@ from foredraft.bench.arms import EngineArm
 from foredraft.bench.candidates import read_candidates, split_outside_brackets
 from foredraft.bench.equality import Departure, Equality
 from foredraft.bench.methods import Methods, MethodsSettings
-from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod, advise, by_kind, ranked
+from foredraft.bench.outcome import MethodRow, MethodsOutcome, RefusedMethod, advise, by_kind, governor_note, ranked
 from foredraft.bench.trial import Comparison, Run, Sampling, bootstrap
 from foredraft.cli import bench as cli
 from foredraft.config.speculative import SpeculativeConfig
@@ -63,6 +63,17 @@ def test_what_is_not_a_method_is_refused(text: str) -> None:
         read_candidates(text, None, None)
 
 
+def test_forced_methods_have_fixed_lengths() -> None:
+    """Only lengths that the governor would choose are fixed; the recommended config then repeats what was measured."""
+    text = 'ngram,suffix+draft_model,{"method": "draft_model", "length_policy": "egag"}'
+    plain, egag = {"ngram": "fixed", "suffix+draft_model": "fixed"}, "draft_model length_policy=egag"
+    found = read_candidates(text, None, None, is_forced=True)
+    assert {name: given["length_policy"] for name, given in found.items()} == {**plain, egag: "egag"}
+    assert not any(SpeculativeConfig.parse(given).is_governed for given in found.values())
+    with pytest.raises(ConfigError, match=r"--forced turns the governor off, and method 'auto'"):
+        read_candidates("ngram,auto", None, None, is_forced=True)
+
+
 # -- advice ------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +93,7 @@ def outcome(*rows: MethodRow, kinds: tuple[str, ...] | None = None, **changes: A
         num_prompts_planned=num_prompts,
         runs_per_prompt=2,
         other_cpu_share=0.0,
-        promise="native: same bits",
+        promise="bit-identical to plain decoding",
         repeated_share=0.0,
         plain=replace(row("plain"), comparison=None),
         rows=rows,
@@ -127,6 +138,21 @@ def test_a_small_sample_and_a_looping_model_are_named() -> None:
     )
 
 
+def test_methods_that_the_governor_held_back_are_named() -> None:
+    busy, idle = (replace(row("ngram", 1.0), governed_share=share) for share in (0.4, 0.6))
+    rare = replace(row("suffix", 1.0), drafted_share=0.31, governed_share=0.6)
+    assert governor_note([busy]) is None
+    assert governor_note([busy, rare]).startswith("suffix drafted in 31% of the steps: the governor")
+    assert "ngram drafted in 0% of the steps, suffix drafted in 31%: the" in governor_note([idle, rare])
+    assert "--forced measures it without" in governor_note([rare])
+    console = Console(width=140, record=True, file=io.StringIO())
+    report.show(console, outcome(rare).shown("zoo:tiny"))
+    report.show(console, outcome(busy, is_forced=True).shown("zoo:tiny"))
+    text = " ".join(console.export_text().split())
+    assert text.count("note: suffix drafted in 31% of the steps") == 1
+    assert text.count("methods without the governor: greedy") == 1
+
+
 def test_nothing_timed_is_nothing_recommended() -> None:
     advice = advise(outcome(row("ngram", None, None)))
     assert advice.config == {"method": "none"}
@@ -154,7 +180,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
         best,
         untimed,
         kinds=("chat", "code", "chat"),
-        promise="near-ties: same tokens except for near-ties",
+        promise="same tokens as plain decoding up to rounding",
         different=(wrong,),
         refused=(RefusedMethod("rest", "method 'rest' needs a datastore [and a reason]"),),
     )
@@ -173,8 +199,8 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
     assert max(map(len, others)) <= width
     for part in (
         "12.11 (12.11-12.11)",
-        "near-ties: same tokens except for near-ties. Outputs with the tokens of plain decoding: 2 of 3; 1 differ, "
-        "with gaps of at most 0.12 in logits",
+        "guarantee: same tokens as plain decoding up to rounding. Outputs with the tokens of plain decoding: 2 of 3; "
+        "1 differ, with gaps of at most 0.12 in logits",
         "lookahead differs from plain decoding on 1 of 3 prompts, first on chat-1 at token 5 (gap 0.125)",
         "needs a datastore [and a reason]",
         "3 prompts are too few",
@@ -238,6 +264,15 @@ def test_a_method_whose_tokens_differ_gets_no_figures(methods: Methods, monkeypa
     assert advise(found).config["method"] != "ngram"
 
 
+def test_forced_methods_run_without_the_governor(methods: Methods) -> None:
+    text = '{"method": "draft_model", "num_speculative_tokens": 4}'
+    (forced,) = methods.run(read_candidates(text, None, None, is_forced=True), lambda outcome: None).rows
+    assert forced.governed_share == 0.0
+    assert forced.drafted_share > 0.5, "all but the last step of an answer, which has no room for a draft"
+    assert forced.given["length_policy"] == "fixed"
+    assert forced.equality.num_identical == 2
+
+
 @pytest.mark.full
 def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parting at a gap that rounding explains is counted where tokens are promised up to rounding."""
@@ -252,7 +287,7 @@ def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch) 
     for gap, is_near in ((0.5 * limit, True), (2.0 * limit, False)):
         monkeypatch.setattr("foredraft.bench.methods.gap_of", lambda *_, gap=gap: lambda *_: gap)
         found = methods.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
-        assert "near-ties" in found.promise
+        assert "up to rounding" in found.promise
         assert [one.method for one in found.rows] == (["ngram", "suffix"] if is_near else ["suffix"])
         (judged,) = [found.rows[0].equality] if is_near else found.different
         assert [one.gap for one in judged.divergences] == [gap] * 2

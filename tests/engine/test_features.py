@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foredraft.engine.drafter import PromptChunk
 from foredraft.engine.features import RowFeatures, largest_ids
 from foredraft.errors import ConfigError
 from foredraft.model.nodes import Output
@@ -47,9 +48,10 @@ def test_what_was_not_wanted_is_refused_by_its_name() -> None:
     of_prompt = RowFeatures(Output(torch.zeros(1, 0, 9)), 0)
     for ask, name in (
         (lambda: of_prompt.last_hidden([0]), "last_hidden"),
-        (lambda: of_prompt.layer_input(1, [0]), "layer_inputs"),
+        (lambda: of_prompt.layer_input(1, [0]), "layer 1 in layer_inputs"),
         (lambda: of_prompt.top_ids(2, [0]), "prompt_logits"),
         (lambda: of_prompt.choices, "choices"),
+        (lambda: PromptChunk(0, 0, is_last=True).features.top_ids(2, [0]), "the empty last chunk of a prompt"),
     ):
         with pytest.raises(ConfigError, match=name):
             ask()

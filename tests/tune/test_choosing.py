@@ -125,7 +125,7 @@ def test_a_clear_gain_is_chosen_and_explained_by_numbers() -> None:
     assert found.chosen.speed == pytest.approx(3 * 0.020 / 0.024)
     assert found.ties == ()
     assert found.sentence() == (
-        "ngram, K = 4 gains 150 % (150 to 150), since its steps emit 3.00 tokens and cost 1.20 plain steps "
+        "ngram, K = 4 gains 150 % (150 to 150): 3.00 tokens per step at 1.20 times the cost of a plain step "
         "(verify(5) / verify(1) = 1.20)."
     )
 

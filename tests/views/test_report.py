@@ -35,6 +35,7 @@ VERDICT = {
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("trace") / "t.jsonl"
     arguments = ["generate", "A lion and a </script> mouse", "Once", "-m", "zoo:tiny", "--dtype", "float32", "--json"]
+    arguments += ["--method", "draft_model"]  # the governor of the default may not draft on a busy machine
     result = CliRunner().invoke(
         app, [*arguments, "-n", "2", "--seed", "1", "--max-new-tokens", "24", "--trace", str(file)]
     )
@@ -58,12 +59,18 @@ def test_a_trace_holds_every_token_of_every_text(traced: Path) -> None:
 def test_every_kind_of_result_has_its_headline(traced: Path) -> None:
     conditions = {"models": "tiny", "dtype": "float32", "provenance": {"cpu": "a CPU", "num_threads": 2}}
     reason = {"result": "reason", "reason": "ngram runs at 1.40 of plain decoding's speed"}
+    notes = {"result": "notes", "notes": "2 prompts are <too few>"}
     lines: list[Any] = [{"result": "conditions", **conditions}, {"result": "methods", **METHODS}, reason, VERDICT]
-    found = report([*lines, *read(traced)], "a & b")
+    found = report([*lines, notes, *read(traced)], "a & b")
     assert "<title>a &amp; b</title>" in found
     assert "tiny, float32, on a CPU, 2 threads" in found
-    assert '<p class="headline">ngram runs at 1.40 of plain decoding&#x27;s speed</p>' in found
-    assert "intervals: &lt;suffix&gt; 1.50, one prompt; ngram 1.40 (1.20-1.70)" in found
+    headline = "&lt;suffix&gt; is 1.50x as fast as plain decoding on one prompt"
+    assert f'<p class="headline">{headline}</p>' in found
+    assert "of plain decoding&#x27;s speed" not in found, "the speeds themselves are there"
+    assert found.index(headline) < found.index('id="view"') < found.index("<table>")
+    assert re.search(r"&lt;suffix&gt;</th>.*<td>1.50, one prompt</td>.*ngram</th>.*<td>1.40 \(1.20-1.70\)</td>", found)
+    assert "2 prompts are &lt;too few&gt;" in found
+    assert '<p class="headline">ngram runs at 1.40' in report([reason], "a")
     assert "medusa differs from plain decoding, although identical output is guaranteed" in found
     assert '<p class="headline">it is lossless</p>' in found
     num_steps = sum(len(record["steps"]) for record in read(traced))
@@ -71,7 +78,39 @@ def test_every_kind_of_result_has_its_headline(traced: Path) -> None:
     assert "{{" not in found
     assert re.findall(r"https?://|//cdn|@import|<link|src=", found) == []
     whole = {**conditions, "methods": METHODS, "by_kind": [], "reason": reason["reason"], "notes": []}
-    assert report([whole], "a & b").replace(" hidden", "").count("<svg") == 1
+    assert report([whole], "a & b").replace(" hidden", "").count("<svg") == 2
+
+
+@pytest.mark.parametrize(
+    ("figures", "same", "said"),
+    [
+        ({"ratio": 1.374, "low": 1.2, "high": 1.5}, 4, "suffix + eagle3 is 1.37x as fast as plain decoding on these"
+         " prompts (1.20-1.50); all texts equal"),
+        ({"ratio": 1.1, "low": 0.9}, 3, "no method is clearly faster than plain decoding on these prompts: the best, "
+         "suffix + eagle3, is 1.10x as fast (0.90-1.70); 3 of 4 texts equal"),
+        ({"ratio": 0.8, "low": 0.7, "high": 0.9}, 4, "no method is faster than plain decoding on these prompts: the "
+         "best, suffix + eagle3, is 0.80x as fast (0.70-0.90); all texts equal"),
+    ],
+)  # fmt: skip
+def test_the_finding_is_the_headline_and_one_method_has_no_bars(
+    figures: dict[str, float], same: int, said: str
+) -> None:
+    row = {"method": "suffix+eagle3", "comparison": SPEED | figures, "tokens_per_second": 19.04}
+    row["equality"] = {"num_prompts": 4, "num_identical": same}
+    found = report([{"rows": [row]}], "a")
+    assert f'<p class="headline">{said}</p>' in found
+    assert "<svg" not in found
+    assert f"<td>19.0</td><td>\u2013</td><td>\u2013</td><td>{same} of 4</td>" in found
+
+
+def test_a_trace_says_how_fast_it_was(traced: Path) -> None:
+    first = read(traced)[0]
+    fast = {**first, "method": "a+b", "metrics": {"governor": {"estimated_speedup": 1.26}}}
+    assert "a + b is 1.26x as fast as plain decoding on this output (estimated); lossless" in report([fast], "a")
+    slow = {**fast, "metrics": {"governor": {"estimated_speedup": 0.9}}}
+    assert "is 0.90x to 1.26x as fast as plain decoding on these outputs" in report([fast, slow], "a")
+    for unknown in ({"governor": None}, {"governor": {"estimated_speedup": None}}):
+        assert "as fast as" not in report([fast, {**slow, "metrics": unknown}], "a")
 
 
 def test_a_file_with_a_byte_order_mark_is_read(traced: Path, tmp_path: Path) -> None:
@@ -204,14 +243,14 @@ def test_the_results_are_not_written_over(traced: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         result = CliRunner().invoke(app, ["report", str(tmp_path / name), "-o", str(tmp_path / name)])
         assert result.exit_code == 2
-        assert "holds the results, which the page would replace" in " ".join(result.stderr.split())
+        assert "is the file of the results, which the page would replace" in " ".join(result.stderr.split())
         assert (tmp_path / name).read_text() == content
 
 
 @pytest.mark.parametrize(
     ("results", "out", "said"),
     [
-        (None, "r.svg", "a report is an HTML page; name it .html"),
+        (None, "r.svg", "a report is an HTML page; use the suffix .html"),
         (None, "none/r.html", "cannot be written"),
         (".", "r.html", "cannot be read"),
     ],

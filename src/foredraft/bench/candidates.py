@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from foredraft.config.drafting import FIXED
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
@@ -18,16 +19,19 @@ COMPOSITIONS = ("suffix+draft_model", "ngram>token_recycling")
 """Combinations that "all" adds to the single methods."""
 
 
-def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> dict[str, dict[str, Any]]:
+def read_candidates(
+    text: str, draft_model: str | None, num_draft_tokens: int | None, *, is_forced: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return the methods that a user names: separated by commas, as ``a+b``, ``a>b``, JSON or ``@FILE``, or "all".
 
     Args:
       draft_model: model or head for the methods that need one. A head goes to methods that draft with heads, a model to
         the others.
       num_draft_tokens: draft length of all methods; None keeps the default of every method.
+      is_forced: True to fix draft lengths that the governor would choose. A length policy that the user gives is kept.
 
     Returns: speculative configs by the name shown in tables.
-    Raises: ConfigError for anything that is not a method.
+    Raises: ConfigError for anything that is not a method, and for "auto" without the governor.
     """
     found: dict[str, dict[str, Any]] = {}
     for part in split_outside_brackets(text):
@@ -40,7 +44,7 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
                 )
                 continue
             name, full = _completed(given, draft_model, num_draft_tokens)
-            found.setdefault(name, full)
+            found.setdefault(name, _forced(full) if is_forced else full)
     if not found:
         raise ConfigError(f"--methods is {text!r}; give names of methods separated by commas, or {ALL}")
     return found
@@ -85,6 +89,17 @@ def _completed(
     spelled = str(given["method"]) if "method" in given else str(config.method)
     others = {key: value for key, value in given.items() if key != "method"}
     return " ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full
+
+
+def _forced(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose draft lengths are fixed if the governor would choose them."""
+    config = SpeculativeConfig.parse(given)
+    if config.method == "auto":
+        raise ConfigError(
+            "--forced turns the governor off, and method 'auto' chooses with it; leave out --forced, or give --methods "
+            "the methods to measure"
+        )
+    return {**given, "length_policy": FIXED} if config.is_governed else given
 
 
 def _takes(config: SpeculativeConfig, drafter: str) -> bool:

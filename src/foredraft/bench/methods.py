@@ -41,6 +41,7 @@ class MethodsSettings:
       kinds: kinds of prompts; None for all kinds of the file except "copy".
       repeats: number of rounds per prompt. A round runs all methods forwards and then backwards.
       exactness: "default" or "relaxed".
+      is_forced: True if the candidates run without the governor; see `read_candidates`.
     """
 
     num_prompts: int = 9
@@ -51,6 +52,7 @@ class MethodsSettings:
     sampling: Sampling = field(default_factory=Sampling)
     execution: str = "auto"
     exactness: str = EngineConfig.exactness
+    is_forced: bool = False
 
 
 @dataclass
@@ -88,6 +90,8 @@ class Contender:
             memory_bytes=self.memory_bytes,
             equality=equality,
             lossless=self.config.rule.is_lossless,
+            drafted_share=stats.num_spec_steps / max(1, stats.num_steps),
+            governed_share=stats.num_undrafted_steps["governor"] / max(1, stats.num_steps),
         )
 
 
@@ -244,6 +248,7 @@ class Methods:
             rows=tuple(rows),
             different=tuple(different),
             refused=tuple(refused),
+            is_forced=self.settings.is_forced,
         )
 
 

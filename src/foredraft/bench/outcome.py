@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ NO_DRAFTING: Mapping[str, Any] = {"method": "none"}
 
 _LOOPING = 0.25
 """Share of repeated text above which lookup methods look better than they are."""
+
+_HELD_BACK = 0.5
+"""Share of steps decoded plainly by the governor above which a method's figures say little about its drafts."""
 
 _SHOWN_PER_KIND = 3
 
@@ -52,6 +55,8 @@ class MethodRow:
         target included; None if the system does not report it.
       equality: comparison of its tokens with plain decoding; None if only the distribution is the same.
       lossless: True if the acceptance rule keeps the distribution of the target.
+      drafted_share: share of the steps that verified a draft.
+      governed_share: share of the steps in which the governor decided to decode plainly.
     """
 
     method: str
@@ -66,6 +71,8 @@ class MethodRow:
     memory_bytes: int | None
     equality: Equality | None
     lossless: bool = True
+    drafted_share: float = 0.0
+    governed_share: float = 0.0
 
     @property
     def is_timed(self) -> bool:
@@ -82,6 +89,7 @@ class MethodsOutcome:
       promise: guarantee against which equality was judged, in words.
       repeated_share: share of plain decoding's tokens that are inside repeated 8-grams.
       different: methods whose tokens differ from plain decoding by more than the guarantee allows.
+      is_forced: True if no governor ran.
     """
 
     sampling: str
@@ -95,6 +103,7 @@ class MethodsOutcome:
     rows: tuple[MethodRow, ...]
     different: tuple[Equality, ...]
     refused: tuple[RefusedMethod, ...]
+    is_forced: bool = False
 
     @property
     def num_prompts(self) -> int:
@@ -108,10 +117,13 @@ class MethodsOutcome:
           notes: remarks about the model.
         """
         found = by_kind(self)
-        title = f"methods: {self.sampling}, {counted(self.num_prompts, 'prompt')}"
+        name = "methods without the governor" if self.is_forced else "methods"
+        title = f"{name}: {self.sampling}, {counted(self.num_prompts, 'prompt')}"
         rows = (self.plain, *ranked(self), *(row for row in self.rows if not row.is_timed))
         yield table(title + (f" of {len(found)} kinds" if len(found) > 1 else ""), _COLUMNS, rows)
         yield Text(self._legend(), "dim")
+        if (held_back := governor_note(self.rows)) is not None:
+            yield Text(f"note: {held_back}")
         yield from load_lines(self.other_cpu_share)
         yield from self._equality()
         if len(found) > 1:
@@ -148,9 +160,8 @@ class MethodsOutcome:
             total, parted = sum(one.num_prompts for one in judged), sum(len(one.divergences) for one in judged)
             gap = max(one.largest_gap for one in judged)
             others = f"; {parted} differ, with gaps of at most {gap:.2g} in logits" if parted else ""
-            yield Text(
-                f"{self.promise}. Outputs with the tokens of plain decoding: {total - parted} of {total}{others}"
-            )
+            same = f"Outputs with the tokens of plain decoding: {total - parted} of {total}{others}"
+            yield Text(f"guarantee: {self.promise}. {same}")
         for one in self.different:
             first = one.divergences[0]
             yield Text(
@@ -200,6 +211,19 @@ _REFUSED_COLUMNS = (
     Column("", lambda refused: refused.method, is_text=True),
     Column("", lambda refused: refused.reason, is_text=True),
 )
+
+
+def governor_note(rows: Iterable[MethodRow]) -> str | None:
+    """Return a note on the methods that the governor let draft in under half of the steps; None if there are none."""
+    held_back = [row for row in rows if row.governed_share > _HELD_BACK]
+    if not held_back:
+        return None
+    first, *others = (f"{row.method} drafted in {row.drafted_share:.0%}" for row in held_back)
+    shares = ", ".join([f"{first} of the steps", *others])
+    return (
+        f"{shares}: the governor decoded plainly in most steps, where drafts were not worth their cost; --forced "
+        f"measures {'them' if others else 'it'} without the governor"
+    )
 
 
 def ranked(outcome: MethodsOutcome) -> list[MethodRow]:

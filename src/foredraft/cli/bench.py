@@ -74,6 +74,14 @@ class BenchOptions(TargetOptions):
             min=1,
         ),
     ] = None
+    forced: Annotated[
+        bool,
+        typer.Option(
+            "--forced",
+            rich_help_panel=DRAFTING,
+            help="Turn off the governor, which skips drafts that are not worth their cost; draft lengths are fixed.",
+        ),
+    ] = False
     stop_at_eos: Annotated[
         bool | None,
         typer.Option(
@@ -137,6 +145,7 @@ class BenchOptions(TargetOptions):
             sampling=Sampling(self.temperature, self.top_p, self.seed, ignore_eos),
             execution=self.execution,
             exactness=self.exactness,
+            is_forced=self.forced,
         )
 
 
@@ -192,10 +201,12 @@ def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
     """Compare methods, print and write the results. An interrupt keeps the results so far."""
     from foredraft.bench.candidates import read_candidates
     from foredraft.bench.methods import Methods
-    from foredraft.bench.outcome import advise, by_kind
+    from foredraft.bench.outcome import advise, by_kind, governor_note
     from foredraft.bench.report import show
 
-    candidates = read_candidates(options.methods, options.draft_model, options.num_speculative_tokens)
+    candidates = read_candidates(
+        options.methods, options.draft_model, options.num_speculative_tokens, is_forced=options.forced
+    )
     settings = options.settings(is_toy=_is_toy(model))
     notes = model_notes(model, candidates.values())
     latest: list[MethodsOutcome] = []
@@ -208,7 +219,7 @@ def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
             by_kind=by_kind(outcome),
             recommended_config=dict(advice.config),
             reason=advice.reason,
-            notes=[*advice.notes, *notes],
+            notes=[*advice.notes, *filter(None, [governor_note(outcome.rows)]), *notes],
         )
 
     code = 0

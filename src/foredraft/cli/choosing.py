@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 USUAL = ("ngram", "suffix", "draft_model", "eagle3", "token_recycling", "suffix+eagle3")
 """Methods to try by default, the simplest first: those that gain without a search of their own
-(docs/drafting_length.md has their figures)."""
+(docs/auto.md has figures)."""
 
 _SHOWN = 12
 

@@ -217,7 +217,7 @@ def notes(report: DemoReport) -> Iterator[str]:
         differing = len(report.answers) - report.num_identical
         yield (
             f"{differing} of {len(report.answers)} texts differ between plain and {report.method}: no speed is given; "
-            f"what holds here is {report.llm.promise.describe()}; --dtype float32 makes near-ties rare, and "
+            f"the guarantee is: {report.llm.promise.describe()}. --dtype float32 makes such differences rare, and "
             "foredraft verify judges the texts."
         )
     said, facts = ", ".join(drafted(report.counts)), report.conditions

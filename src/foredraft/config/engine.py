@@ -214,10 +214,10 @@ class Promise:
     def describe(self) -> str:
         """Return one line for users."""
         what = {
-            "native": "same bits as plain decoding for any draft",
-            "near-ties": "same tokens as plain decoding except for near-ties",
+            "native": "bit-identical to plain decoding",
+            "near-ties": "same tokens as plain decoding up to rounding",
         }[self.kind]
-        return f"{self.kind}: {what}" + (f" ({self.reason})" if self.reason else "")
+        return f"{what} ({self.reason})" if self.reason else what
 
 
 @lru_cache(maxsize=64)

@@ -29,11 +29,17 @@ class Features:
 
     def layer_input(self, layer: int, nodes: Sequence[int]) -> torch.Tensor:
         """The input of a decoder layer at these nodes: (len(nodes), H)."""
-        raise _not_required("layer_inputs")
+        raise _not_required(f"layer {layer} in layer_inputs")
 
     def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
-        """The likeliest next tokens after these nodes by the raw logits, best first: int64 (len(nodes), k or V)."""
-        raise _not_required("prompt_logits")
+        """The likeliest next tokens after these nodes by the raw logits, best first: int64 (len(nodes), k or V).
+
+        Decode steps always have them. Chunks of prompts have them if `Needs.prompt_logits` is set.
+        """
+        raise ConfigError(
+            "a drafter used top_ids of a chunk or step without logits, such as the empty last chunk of a prompt; use "
+            "chunks with num_tokens > 0 and results of decode steps"
+        )
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -123,7 +129,7 @@ class RowFeatures(Features):
     def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         logits = self._output.logits[self._row]
         if not len(logits):  # a prompt chunk whose logits were not computed
-            return super().top_ids(k, nodes)
+            raise _not_required("prompt_logits")
         return _best_at(logits, k, self._in_forward(nodes))
 
     @property

@@ -475,7 +475,7 @@ _MODES = tuple(sorted({mode for policy in POLICIES.values() for mode in policy.m
 
 @dataclass(frozen=True, kw_only=True)
 class LengthOptions(Options):
-    """Keys that select the length policy of drafts; see docs/drafting_length.md.
+    """Keys that select the length policy of drafts; see docs/length_policies.md.
 
     Attributes:
       looks: information about the next draft token that the drafter provides to a policy.

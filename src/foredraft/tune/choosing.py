@@ -23,6 +23,9 @@ TAIL = 0.025
 LITTLE = 0.03
 """Share of speed that a simpler setting may lose if measurements cannot separate it from the fastest."""
 
+_NO_LOSS = 0.005
+"""Loss of speed that would be shown as 0 %."""
+
 Times = NDArray[np.float64]
 
 
@@ -80,27 +83,25 @@ class Choice:
             others = [one for one in self.ranked if one.setting is not PLAIN]
             if not others:
                 return "only plain decoding was tried"
-            said = f"plain decoding is best: {others[0].setting.name} {self._brings(others[0])}"
+            said = f"plain decoding is best: {others[0].setting.name} {self._gain(others[0])}"
         else:
-            said = f"{self.chosen.setting.name} {self._brings(self.chosen)}"
+            said = f"{self.chosen.setting.name} {self._gain(self.chosen)}"
             worst = min(self.of_method(self.chosen.setting.title), key=lambda one: one.speed)
-            if worst.speed < 1.0:
+            if worst.speed < 1.0 - _NO_LOSS:
                 said += (
                     f"; {worst.setting.name} would lose {_percent(1 - worst.speed)} %, since {self._verifying(worst)}"
                 )
         return f"{said}.{self._tie()}"
 
-    def _brings(self, one: SettingCounts) -> str:
-        """Return the gain of a setting in words: "gains 31 % (22 to 41), since ..."."""
+    def _gain(self, one: SettingCounts) -> str:
+        """Return the gain of a setting in words: "gains 31 % (22 to 41): ..."."""
         change, low, high = one.speed - 1, one.low - 1, one.high - 1
         if change < 0:
             what, change, low, high = "would lose", -change, -high, -low
         else:
             what = "would gain" if self.plain_is_best else "gains"
-        steps = f"its steps emit {_tokens(one):.2f} tokens and cost {self._cost(one):.2f} plain steps"
-        return (
-            f"{what} {_percent(change)} % ({_percent(low)} to {_percent(high)}), since {steps} ({self._verifying(one)})"
-        )
+        steps = f"{_tokens(one):.2f} tokens per step at {self._cost(one):.2f} times the cost of a plain step"
+        return f"{what} {_percent(change)} % ({_percent(low)} to {_percent(high)}): {steps} ({self._verifying(one)})"
 
     def _verifying(self, one: SettingCounts) -> str:
         """Return in words the cost of verifying the mean number of nodes of steps with a draft, and the cost of

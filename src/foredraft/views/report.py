@@ -1,4 +1,4 @@
-"""HTML report of a results file: a headline for each result, a chart of speeds, and the output token by token."""
+"""HTML report of a results file: the finding as headline, the output token by token, and a table of speeds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Record = Mapping[str, Any]
 
 REMEDY = "give a file of bench --output, generate --trace, or verify or tune with --json"
 
-WIDTH, LABEL, RIGHT, ROW = 720, 190, 160, 26
-"""Width of the chart, of its labels and of its figures, and height of one bar, in SVG units."""
+UNKNOWN = "\u2013"
+"""Shown in a table for a figure that a result does not have."""
 
 
 def read(file: Path) -> list[Record]:
@@ -87,67 +87,138 @@ def report(records: Sequence[Record], title: str) -> str:
     Raises: ConfigError for a record with missing or invalid keys.
     """
     try:
-        traces = [_trace(record) for record in records if "steps" in record]
-        shown = [part for record in records if "steps" not in record for part in _parts(record)]
-        if traces:
-            shown.append(_headline(_trace_sentence(traces)))
+        traces = [record for record in records if "steps" in record]
+        views = [_trace(record) for record in traces]
+        others = [record for record in records if "steps" not in record]
+        headlines = "".join(_headlines(others, traces, views))
+        details = "".join(part for record in others for part in _details(record))
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"a result is missing a key or has an invalid value ({error!r}); {REMEDY}") from None
-    texts = json.dumps(traces, allow_nan=False).replace("<", "\\u003c")
-    filling = {"title": escape(title), "results": "".join(shown), "texts": texts}
+    texts = json.dumps(views, allow_nan=False).replace("<", "\\u003c")
+    results = f"<h2>Measurements</h2>{details}" if details else ""
+    filling = {"title": escape(title), "headlines": headlines, "results": results, "texts": texts}
     filled = re.sub(r"\{\{(\w+)\}\}", lambda found: filling[found[1]], page("foredraft.views", "report.html"))
     return filled.encode("utf-8", "replace").decode()  # file names may contain bytes that are not valid text
 
 
-def _parts(record: Record) -> Iterator[str]:
-    """Yield the conditions, the headline and the chart of a record, as far as it contains them."""
+def _headlines(others: Sequence[Record], traces: Sequence[Record], views: Sequence[Record]) -> Iterator[str]:
+    """Yield the findings of all results, and below them the counts of the traces. The reason for a recommendation is
+    left out if the speeds themselves are there."""
+    compared = [record.get("methods", record) for record in others]
+    found = [_finding(one) for one in compared if "rows" in one]
+    for record in others:
+        if "sentence" in record or ("reason" in record and not any(found)):
+            found.append(_str(record.get("sentence", record.get("reason"))))
+    if traces:
+        found.append(_trace_finding(traces))
+    yield from (f'<p class="headline">{escape(sentence)}</p>' for sentence in found if sentence)
+    if traces:
+        yield f"<p>{escape(_trace_sentence(views))}</p>"
+
+
+def _finding(compared: Record) -> str:
+    """Finding of a comparison: the speed of the fastest method relative to plain decoding, and whether texts are equal.
+    Empty if nothing was timed."""
+    rows = _timed(compared)
+    if not rows:
+        return ""
+    best, found = _method(rows[0]), rows[0]["comparison"]
+    speed = f"{found['ratio']:.2f}x as fast"
+    interval = f" ({found['low']:.2f}-{found['high']:.2f})" if found["num_prompts"] > 1 else ""
+    prompts = "these prompts" if found["num_prompts"] > 1 else "one prompt"
+    if found["ratio"] <= 1:
+        said = f"no method is faster than plain decoding on {prompts}: the best, {best}, is {speed}{interval}"
+    elif found["num_prompts"] > 1 and found["low"] <= 1:
+        said = f"no method is clearly faster than plain decoding on {prompts}: the best, {best}, is {speed}{interval}"
+    else:
+        said = f"{best} is {speed} as plain decoding on {prompts}{interval}"
+    judged = [row["equality"] for row in compared["rows"] if row.get("equality")]
+    total, same = (sum(int(one[key]) for one in judged) for key in ("num_prompts", "num_identical"))
+    equal = f"; {'all' if same == total else f'{same} of {total}'} texts equal" if total else ""
+    return f"{said}{equal}"
+
+
+def _timed(compared: Record) -> list[Record]:
+    """Methods that were timed, the fastest first."""
+    rows = [row for row in compared["rows"] if row["comparison"] and row["comparison"]["num_prompts"]]
+    return sorted(rows, key=lambda row: -row["comparison"]["ratio"])
+
+
+def _method(row: Record) -> str:
+    """Name of a method, with room around the plus signs of a combination."""
+    return re.sub(r"(?<=\w)\+(?=\w)", " + ", _str(row["method"]))
+
+
+def _details(record: Record) -> Iterator[str]:
+    """Yield the conditions, the table of speeds and the notes of a record, as far as it contains them."""
     if "provenance" in record and "models" in record:
         facts = record["provenance"]
         machine = f"{facts.get('gpu') or facts.get('cpu')}, {counted(facts['num_threads'], 'thread')}"
         told = f"{record['models']}, {record['dtype']}, on {machine}"
-        yield f'<p class="told">{escape(told)}</p>'
-    if "sentence" in record or "reason" in record:
-        yield _headline(_str(record.get("sentence", record.get("reason"))))
+        yield f'<p class="told conditions">{escape(told)}</p>'
     compared = record.get("methods", record)
     if "rows" in compared:
         for one in compared.get("different", ()):
             told = f"{_str(one['arm'])} differs from plain decoding, although identical output is guaranteed."
             yield f"<p>{escape(told)}</p>"
-        yield _bars([row for row in compared["rows"] if row["comparison"] and row["comparison"]["num_prompts"]])
+        yield _table(compared)
+    notes = record.get("notes", ())
+    for note in [notes] if isinstance(notes, str) else notes:
+        yield f'<p class="told">Note: {escape(_str(note))}</p>'
 
 
-def _headline(sentence: str) -> str:
-    return f'<p class="headline">{escape(sentence)}</p>'
-
-
-def _bars(rows: Sequence[Record]) -> str:
-    """Chart of speeds relative to plain decoding with their intervals, fastest first. A dashed line marks plain
-    decoding."""
-    rows = sorted(rows, key=lambda row: -row["comparison"]["ratio"])
+def _table(compared: Record) -> str:
+    """Table of the timed methods, the fastest first, and of plain decoding. With two methods or more it has bars, on
+    which a dashed line marks plain decoding."""
+    rows = _timed(compared)
+    if not rows:
+        return ""
+    has_bars = len(rows) > 1
     most = max([1.0, *(end for row in rows for end in (row["comparison"]["ratio"], row["comparison"]["high"]))])
-
-    def at(value: float) -> float:
-        return LABEL + (WIDTH - LABEL - RIGHT) * max(0.0, value) / float(most)
-
-    height = ROW * len(rows) + 8
-    marks, told = [], []
-    for place, row in enumerate(rows):
-        found, top, middle = row["comparison"], 4 + place * ROW, 4 + (place + 0.5) * ROW
-        left, right = at(found["low"]), at(found["high"])
+    columns = ["method", *([""] if has_bars else []), "x plain", "tok/s", "tokens per step", "accepted", "equal texts"]
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    lines = []
+    for row in rows:
+        found = row["comparison"]
         interval = f" ({found['low']:.2f}-{found['high']:.2f})" if found["num_prompts"] > 1 else ", one prompt"
-        figure = f"{found['ratio']:.2f}{interval}"
-        told.append(f"{_str(row['method'])} {figure}")
-        marks += [
-            f'<text x="{LABEL - 8}" y="{middle + 4}" class="label">{escape(row["method"])}</text>',
-            f'<rect x="{LABEL}" y="{top + 4}" width="{at(found["ratio"]) - LABEL:.1f}" height="{ROW - 8}"/>',
-            f'<path d="M{left:.1f} {middle}H{right:.1f}M{left:.1f} {middle - 5}v10M{right:.1f} {middle - 5}v10"/>',
-            f'<text x="{WIDTH - RIGHT + 8}" y="{middle + 4}">{figure}</text>',
-        ]
-    marks.append(f'<path class="plain" d="M{at(1.0):.1f} 0V{height}"/>')
-    title = "Speed relative to plain decoding, with 95 % intervals"
-    spoken = escape(f"{title}: {'; '.join(told)}", quote=True)
-    drawn = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{spoken}">{"".join(marks)}</svg>'
-    return f"<figure><figcaption>{title}</figcaption>{drawn}</figure>" if rows else ""
+        bar = f'<td class="bar">{_bar(found, float(most))}</td>' if has_bars else ""
+        lines.append(_line(_method(row), bar, f"{found['ratio']:.2f}{interval}", row))
+    if "plain" in compared:
+        lines.append(_line("plain", "<td></td>" if has_bars else "", "1", compared["plain"]))
+    caption = "Speed relative to plain decoding: median of the prompts, with 95 % intervals"
+    return (
+        f'<p class="caption">{caption}</p><div class="wide" tabindex="0" role="group" aria-label="Speeds"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _line(name: str, bar: str, speed: str, row: Record) -> str:
+    """Line of the table for one method."""
+    equality = row.get("equality")
+    figures = [
+        speed,
+        _figure(row.get("tokens_per_second"), ".1f"),
+        _figure(row.get("tokens_per_step"), ".2f"),
+        _figure(row.get("acceptance_rate"), ".0%"),
+        f"{int(equality['num_identical'])} of {int(equality['num_prompts'])}" if equality else UNKNOWN,
+    ]
+    cells = "".join(f"<td>{figure}</td>" for figure in figures)
+    return f'<tr><th scope="row">{escape(name)}</th>{bar}{cells}</tr>'
+
+
+def _figure(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
+
+
+def _bar(found: Record, most: float) -> str:
+    """Bar of a speed with its interval, in an image that fills its cell."""
+    speed, low, high, plain = (100 * max(0.0, end) / most for end in (found["ratio"], found["low"], found["high"], 1.0))
+    return (
+        '<svg viewBox="0 0 100 24" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect y="4" width="{speed:.1f}" height="16"/>'
+        f'<path d="M{low:.1f} 12H{high:.1f}M{low:.1f} 8v8M{high:.1f} 8v8"/>'
+        f'<path class="plain" d="M{plain:.1f} 0V24"/></svg>'
+    )
 
 
 def _trace(record: Record) -> dict[str, Any]:
@@ -171,9 +242,24 @@ def _trace(record: Record) -> dict[str, Any]:
     }
 
 
-def _trace_sentence(traces: Sequence[Record]) -> str:
+def _trace_finding(traces: Sequence[Record]) -> str:
+    """Speed of the traced outputs relative to plain decoding, as the governor estimated it. Empty if the speed of a
+    trace is not known, or if their methods differ."""
+    reports = [(trace.get("metrics") or {}).get("governor") or {} for trace in traces]
+    speeds = [float(speed) for report in reports if (speed := report.get("estimated_speedup")) is not None]
+    methods = {trace.get("method") for trace in traces}
+    if len(methods) > 1 or None in methods or len(speeds) < len(traces):
+        return ""
+    low, high = (f"{end(speeds):.2f}x" for end in (min, max))
+    speed = low if low == high else f"{low} to {high}"
+    lossless = "; lossless" if all(trace.get("lossless") is True for trace in traces) else ""
+    outputs = "this output" if len(traces) == 1 else "these outputs"
+    return f"{_method(traces[0])} is {speed} as fast as plain decoding on {outputs} (estimated){lossless}"
+
+
+def _trace_sentence(views: Sequence[Record]) -> str:
     """Summary of all traces: tokens, steps, and the number of tokens proposed by each drafter."""
-    steps = [step for trace in traces for step in trace["steps"]]
+    steps = [step for view in views for step in view["steps"]]
     sources = Counter(source for step in steps for source in step["sources"])
     who = ", ".join(
         f"{'the model itself' if name == 'target' else name} {count}" for name, count in sources.most_common()

@@ -12,7 +12,7 @@ from foredraft.tree import DraftTree
 
 MAX_BRANCHES = 8
 """Maximum number of rejected branches shown per step, in the drafter's order (most likely first)."""
-TOKENS = {"/* tokens.css */": "tokens.css", "// tokens.js": "tokens.js"}
+TOKENS = {"/* tokens.css */": "tokens.css", "// tokens.js": "tokens.js", "// markdown.js": "markdown.js"}
 """Placeholders in pages, and the files of this package that replace them."""
 
 
@@ -66,7 +66,7 @@ def _path(tree: DraftTree, tokens: Iterable[int]) -> list[int]:
 
 
 def page(package: str, name: str) -> str:
-    """Return an HTML page of a package, with the token view inserted at its placeholders.
+    """Return an HTML page of a package, with the token view and the Markdown renderer inserted at their placeholders.
 
     Args:
       package: package that contains the page.

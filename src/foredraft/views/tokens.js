@@ -1,8 +1,37 @@
-function marked(text, source, first, rejected) {
+// Colour of a source, from 1 to 6. A drafter has the same colour in every answer and on every page. If two drafters of
+// one page would share a colour, the second one takes the next free colour.
+const NUM_COLOURS = 6, PREFERRED = { suffix: 1, eagle3: 2, ngram: 3, draft_model: 4, prediction: 5, grammar: 6 };
+const colours = new Map();
+function colourOf(source) {
+  if (colours.has(source)) return colours.get(source);
+  const taken = new Set(colours.values()), sum = [...source].reduce((sum, letter) => sum + letter.charCodeAt(0), 0);
+  let colour = Object.hasOwn(PREFERRED, source) ? PREFERRED[source] : sum % NUM_COLOURS + 1;
+  while (taken.size < NUM_COLOURS && taken.has(colour)) colour = colour % NUM_COLOURS + 1;
+  colours.set(source, colour);
+  return colour;
+}
+
+function swatch(text, source) {
   const token = document.createElement("span");
-  token.className = "token" + (source === "target" ? "" : source === first ? " drafted" : " other");
+  token.className = "token" + (source === "target" ? "" : ` drafted colour-${colourOf(source)}`);
   token.textContent = text;
-  token.title = source;
+  return token;
+}
+
+// Legend with the number of tokens from each source, the most first.
+function legend(counts) {
+  const line = document.createElement("div");
+  line.className = "told legend";
+  for (const [source, count] of [...counts].sort((one, other) => other[1] - one[1])) {
+    line.append(swatch(`${source === "target" ? "the model itself" : source} ${count}`, source));
+  }
+  return line;
+}
+
+// Token with its source as title, and with the rejected branches that appear beside it.
+function marked(text, source, rejected) {
+  const token = swatch(text, source);
+  token.title = source === "target" ? "the model itself" : source;
   if (rejected.length) {
     token.classList.add("refused");
     token.tabIndex = 0;
@@ -18,15 +47,22 @@ function marked(text, source, first, rejected) {
       box.append(line);
     }
     token.append(box);
+    const place = () => {  // moves the box into the window
+      box.style.left = "0";
+      const { left, right } = box.getBoundingClientRect(), end = document.documentElement.clientWidth - 8;
+      box.style.left = `${Math.max(8 - left, Math.min(0, end - right))}px`;
+    };
+    token.addEventListener("mouseenter", place);
+    token.addEventListener("focus", place);
   }
   return token;
 }
 
 // Return the tokens of one step. The last one is the model's own; after a draft it is the bonus token.
-function tokensOf(step, first) {
+function tokensOf(step) {
   return step.texts.map((text, place) => {
     const source = step.sources[place] || "target", isLast = place === step.texts.length - 1;
-    const token = marked(text, source, first, isLast ? step.rejected : []);
+    const token = marked(text, source, isLast ? step.rejected : []);
     if (source === "target" && step.num_drafted) token.classList.add("bonus");
     return token;
   });
@@ -34,8 +70,7 @@ function tokensOf(step, first) {
 
 // Show steps in `turn` and describe the newest in `told`. Arrow keys, Home and End move between steps.
 function replay(turn, told, steps) {
-  const drafters = steps.flatMap((step) => step.sources).filter((source) => source !== "target" && source !== "grammar");
-  const spans = steps.map((step) => tokensOf(step, drafters[0]));
+  const spans = steps.map(tokensOf);
   let shown = steps.length;
   turn.classList.add("replay");
   turn.tabIndex = 0;
@@ -48,8 +83,8 @@ function replay(turn, told, steps) {
     }));
     const step = steps[shown - 1];
     told.textContent = `step ${shown} of ${steps.length}` + (!step ? "" : step.num_drafted
-      ? `: ${step.num_drafted} drafted, ${step.num_accepted} accepted, ${step.texts.length - step.num_accepted} by the model`
-      : ": no draft");
+      ? `: ${step.num_drafted} drafted, ${step.num_accepted} accepted, ` +
+        `${step.texts.length - step.num_accepted} by the model` : ": no draft");
   }
   turn.addEventListener("keydown", (event) => {
     const to = { ArrowRight: shown + 1, ArrowLeft: shown - 1, Home: 0, End: steps.length }[event.key];
