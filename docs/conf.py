@@ -57,6 +57,9 @@ html_theme_options = {
 INLINE = re.compile(r"^(Returns|Raises|Yields|Exactness|Randomness|Source|Shapes?): +(\S.*)$")
 """Sections of docstrings that begin on the line of their name; napoleon knows those that begin on the next."""
 
+HEADING = re.compile(r"^\w[\w ]*:$")
+"""Sections of docstrings that napoleon knows."""
+
 PARAMETERS = re.compile(r"<dl>\n((?:<dd>.*</dd>\n)+)</dl>")
 """What Sphinx writes for a signature of several lines."""
 
@@ -123,11 +126,12 @@ def open_sections(app: Sphinx, what: str, name: str, obj: object, options: objec
     for line in lines:
         if found := INLINE.match(line):
             made += ["", f"**{found[1]}:** {found[2]}"]
-        elif within and line.startswith(" "):
+            within = True
+        elif within and line.strip() and not HEADING.match(line):  # continues the section, with or without an indent
             made.append(line.strip())
         else:
             made += ["", line] if within and line else [line]
-        within = bool(found) or (within and line.startswith(" "))
+            within = False
     lines[:] = made
 
 

@@ -245,7 +245,7 @@ def test_every_list_of_sampling_parameters_may_be_iterated_over_once(form: str) 
     [
         ("", PromptError, "prompt 0 is empty"),
         pytest.param(iter([STORY, iter([])]), PromptError, "prompt 1 is empty", id="iterators"),
-        pytest.param([STORY, iter([5, 1.5])], PromptError, "prompt 1 holds 1.5", id="an iterator of ids"),
+        pytest.param([STORY, iter([5, 1.5])], PromptError, "prompt 1 contains 1.5", id="an iterator of ids"),
         ({"prompt": STORY, "output_ids": 5}, PromptError, "prompt 0 has the output_ids 5"),
         ({"prompt": STORY, "output_ids": [[5], 6]}, PromptError, "prompt 0 is int"),
         ({1: STORY, "x": 2}, PromptError, "prompt 0 has the keys"),
@@ -253,11 +253,11 @@ def test_every_list_of_sampling_parameters_may_be_iterated_over_once(form: str) 
         ([STORY, []], PromptError, "prompt 1 is empty"),
         ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside the vocabulary of the model, 0..4095"),
         ([[5, -1]], PromptError, "token id -1"),
-        ([[5, 1.5]], PromptError, "holds 1.5"),
-        ([True, 5], PromptError, "holds True"),
-        ({"prompt_token_ids": [5, False]}, PromptError, "holds False"),
-        (torch.tensor([True, False]), PromptError, "holds tensor(True)"),
-        (np.array([[True, False]]), PromptError, "holds np.True_"),
+        ([[5, 1.5]], PromptError, "contains 1.5"),
+        ([True, 5], PromptError, "contains True"),
+        ({"prompt_token_ids": [5, False]}, PromptError, "contains False"),
+        (torch.tensor([True, False]), PromptError, "contains tensor(True)"),
+        (np.array([[True, False]]), PromptError, "contains np.True_"),
         ([[5], STORY, {"text": STORY}], PromptError, "prompt 2 has the keys"),
         (12, PromptError, "the prompt is 12"),
         ([STORY, [7] * 2048], ContextLengthError, "prompt 1: the prompt has 2048 tokens and the context 2048"),
@@ -278,7 +278,7 @@ def test_parameters_are_one_or_one_for_each(llm: LLM) -> None:
         llm.generate([STORY, STORY], [short])
     with pytest.raises(ConfigError, match="sampling_params is 5; give SamplingParams"):
         llm.generate(STORY, 5)
-    with pytest.raises(ConfigError, match="sampling_params holds int"):
+    with pytest.raises(ConfigError, match="sampling_params contains int"):
         llm.generate([STORY, STORY], iter([short, 5]))
     with pytest.raises(PromptError, match="the messages are int"):
         llm.chat(5)

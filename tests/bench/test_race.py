@@ -225,7 +225,7 @@ def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
     own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
     outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain")])])
     text = shown(outcome, 200)
-    assert "all tokens came with the first emission" in text
+    assert "all tokens came with the first step" in text
     assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
 
 

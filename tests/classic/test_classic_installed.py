@@ -112,7 +112,7 @@ def test_names_are_those_of_the_package_whoever_imports_them() -> None:
 def test_modules_of_the_users_own_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "utils.py").write_text("mine = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"utils is .*utils\.py here"):
+    with pytest.raises(ConfigError, match=r"the name utils belongs to .*utils\.py"):
         install()
     assert not installed()
     import utils

@@ -60,7 +60,7 @@ def test_shapes_that_4_bit_kernels_do_not_take_are_named() -> None:
             for child in module.children():
                 if isinstance(child, torch.nn.Linear):
                     child.forward = child.forward  # somebody else's: not ours to replace
-    assert "groups of 32" in str(reasons(LLM(model))["quantized_self"])
+    assert "divisible by 32" in str(reasons(LLM(model))["quantized_self"])
 
 
 @pytest.mark.full

@@ -210,7 +210,7 @@ def test_a_demo_keeps_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_benchmark_that_breaks_off_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --json what came before the interruption was lost."""
 
-    def measure(options: Any, report: Any) -> int:
+    def measure(options: Any, model: str, report: Any) -> int:
         report.keep(methods=[1])
         raise KeyboardInterrupt
 

@@ -536,7 +536,7 @@ def test_tensor_path_of_accelerators_processes_alike() -> None:
 
 def test_an_error_names_few_of_many_tokens() -> None:
     with pytest.raises(
-        ConfigError, match=r"allowed_token_ids holds token ids \[6, .*, 15\] and 999 more, outside"
+        ConfigError, match=r"allowed_token_ids contains token ids \[6, .*, 15\] and 999 more, outside"
     ) as error:
         sampler_of(SamplingParams(allowed_token_ids=range(1015)), 6)
     assert len(str(error.value)) < 200

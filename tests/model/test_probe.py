@@ -253,7 +253,7 @@ def check_faults(
                 assert not lm.supports_trees, (fault, lm.probe)
                 assert "verifies chains but not trees (relative error" in caplog.text
             else:
-                with pytest.raises(ProbeError, match=r"relative error .*; rounding alone gives .*, the limit is"):
+                with pytest.raises(ProbeError, match=r"relative error .*; rounding alone gives .*; the limit is"):
                     load(model, kind)
 
 

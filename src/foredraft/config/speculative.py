@@ -26,8 +26,8 @@ class SpeculativeConfig:
     """Configuration of drafting: a method, and the keys of that method.
 
     Keys have vLLM's names where vLLM has such a key; names of other systems are aliases. Every key of the method is an
-    attribute; a key of another method reads as None. docs/speculative_config.md and ``foredraft info --keys --method
-    NAME`` list the keys of every method with their ranges and defaults.
+    attribute; a key of another method reads as None. docs/speculative_config.md and
+    ``foredraft info --keys --method NAME`` list the keys of every method with their ranges and defaults.
 
     Args:
       method: name of a method such as "ngram", or several as in "ngram+suffix". If it is left out, the other keys

@@ -2,8 +2,8 @@
 
 Dynamic NTK has other frequencies for every length beyond the context, and the module keeps them afterwards. A shadow
 has the frequencies of sequences within the context. Longrope has two sets: one for sequences up to its original
-context, and one for longer ones. A shadow has both and chooses by position: position p of a longer sequence is ``border
-+ p``.
+context, and one for longer ones. A shadow has both and chooses by position: position p of a longer sequence is
+``border + p``.
 """
 
 from __future__ import annotations

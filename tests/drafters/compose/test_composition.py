@@ -294,7 +294,7 @@ def test_keys_are_handed_on_to_the_drafters_that_know_them() -> None:
         ({"method": "ngram+none"}, "two or more"),
         ({"method": "ngram+ngrm"}, "did you mean 'ngram'"),
         ({"method": "ngram+nasd", "rejection_sample_method": "standard"}, "'match' only"),
-        ({"method": "ngram+nasd", "drafters": ["nasd"]}, "give one"),
+        ({"method": "ngram+nasd", "drafters": ["nasd"]}, "give only one"),
         (
             {"method": "union", "drafters": ["nasd", {"method": "ngram", "ngram_size": 3}]},
             "no meaning for method 'ngram'",

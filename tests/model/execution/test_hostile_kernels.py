@@ -164,7 +164,7 @@ def test_the_vocabulary_can_be_named() -> None:
 
 def test_unknown_kinds_are_refused() -> None:
     with (
-        pytest.raises(ConfigError, match="perturbs attention, steps, prompts, output, not softmax"),
+        pytest.raises(ConfigError, match="cannot perturb softmax; use attention, steps, prompts, output"),
         hostile_kernels("steps", "softmax"),
     ):
         pass

@@ -201,8 +201,8 @@ def beam_search_generate(
 ) -> list[int]:
     """Generate the most likely output that a beam search finds.
 
-    Source: the length penalty of Wu et al. 2016, arXiv:1609.08144: log-probabilities are divided by ``((min_length +
-    length) / (min_length + 1)) ** alpha``.
+    Source: the length penalty of Wu et al. 2016, arXiv:1609.08144. Log-probabilities are divided by
+      ``((min_length + length) / (min_length + 1)) ** alpha``.
 
     Args:
       inputs, model, max_gen_len, eos_tokens_id, pad_token_id: see `autoregressive_generate`.
