@@ -109,7 +109,7 @@ def test_the_search_finds_better_sets_and_outlives_requests() -> None:
 
 def test_the_start_is_every_other_layer_and_sizes_never_change() -> None:
     """Two layers leave nothing to search."""
-    with pytest.raises(ConfigError, match="the model has 2"):
+    with pytest.raises(ConfigError, match="the model has only 2 layers"):
         SwiftSearch(2)
     search = SwiftSearch(6)
     assert search.best == LayerSet((1, 3), (1, 3), 6)
