@@ -108,7 +108,7 @@ def train(
     folder as --draft-model afterwards.
 
     Examples:
-      foredraft train eagle3 --model path/to/model --prompts file.jsonl --out head
+      foredraft train eagle3 --target path/to/model --prompts file.jsonl --out head
       foredraft train eagle3 --own-prompts 1000 --out head --dry-run
     """
     with exit_codes(), ExitStack() as stack:
