@@ -142,7 +142,7 @@ def test_a_training_goes_on_from_what_was_kept(tmp_path: Path) -> None:
 def test_a_quantised_model_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """Neither a full disk nor Ctrl-C leaves anything, and the same folder can be named again."""
     llm, folder = LLM("zoo:tiny", quantization="int8"), tmp_path / "q"
-    with room_for(2**16), pytest.raises(ConfigError, match="nothing was left there; make room"):
+    with room_for(2**16), pytest.raises(ConfigError, match="nothing was left there; free space"):
         llm.save_quantized(folder)
     assert not folder.exists()
 

@@ -28,7 +28,7 @@ def test_a_corpus_with_half_a_surrogate_pair_is_refused_by_line(tmp_path: Path) 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "Once upon a time"}\n' + json.dumps({"text": "x \ud83d y"}) + "\n")
     _, _, tokenizer = zoo.load("tiny")
-    with pytest.raises(DatastoreError, match="line 2 holds"):
+    with pytest.raises(DatastoreError, match="line 2 contains"):
         build([corpus], tokenizer, tmp_path / "out", tokenizer_name="zoo:tiny", field="text")
 
 

@@ -308,7 +308,7 @@ def test_text_is_one_message_of_a_user(plain: LLM) -> None:
     options = {"add_generation_prompt": False}
     as_in_vllm = plain.chat_prompt("hello", chat_template_kwargs=options)
     assert as_in_vllm == plain.chat_prompt("hello", **options) != plain.chat_prompt("hello")
-    with pytest.raises(ConfigError, match="not given beside it"):
+    with pytest.raises(ConfigError, match="not also given directly"):
         plain.chat("hello", chat_template_kwargs=options, add_generation_prompt=True)
 
 
@@ -458,7 +458,7 @@ def test_a_drafter_is_needed_for_draft_model() -> None:
     ("given", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: the model runs in one process on one device"),
-        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9: .*max_num_seqs and max_model_len limit"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9: .*max_num_seqs, max_model_len and max_kv_bytes limit"),
         ({"quantization": "awq"}, "quantization is 'awq'.*pass the model"),
         ({"enforce_eager": True}, "enforce_eager=True: .*execution='eager'"),
         ({"max_num_batched_tokens": 8192}, "max_num_batched_tokens=8192: .*prefill_chunk_size"),

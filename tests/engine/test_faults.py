@@ -135,7 +135,7 @@ def test_scores_of_another_shape_are_a_fault() -> None:
         return replace(params(number), logits_processors=[lambda _, scores: scores[:, :3]] if number == 1 else ())
 
     rows = run(EmptyDrafter(), given=given)
-    assert "returned (1, 3), not scores (1, 64)" in str(rows[1].stop_reason)
+    assert "returned (1, 3); it must return scores (1, 64)" in str(rows[1].stop_reason)
     assert [row.output_ids for row in rows[2:]] == plain()[2:]
 
 

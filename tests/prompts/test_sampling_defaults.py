@@ -87,7 +87,7 @@ def test_defaults_are_told(llm: LLM, folder: Path, caplog: pytest.LogCaptureFixt
         LLM(str(folder))
     (line,) = [message for message in caplog.messages if "generation config" in message]
     assert (
-        "default sampling parameters from its generation config: "
+        "sampling defaults from its generation config: "
         "repetition_penalty=1.3, temperature=0.6, top_k=1, max_tokens=12" in line
     )
 
