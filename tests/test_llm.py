@@ -458,7 +458,10 @@ def test_a_drafter_is_needed_for_draft_model() -> None:
     ("given", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: the model runs in one process on one device"),
-        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9: .*max_num_seqs, max_model_len and max_kv_bytes limit"),
+        (
+            {"gpu_memory_utilization": 0.9},
+            "gpu_memory_utilization=0.9: .*max_num_seqs, max_model_len and max_kv_bytes limit",
+        ),
         ({"quantization": "awq"}, "quantization is 'awq'.*pass the model"),
         ({"enforce_eager": True}, "enforce_eager=True: .*execution='eager'"),
         ({"max_num_batched_tokens": 8192}, "max_num_batched_tokens=8192: .*prefill_chunk_size"),

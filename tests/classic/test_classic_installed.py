@@ -117,6 +117,6 @@ def test_modules_of_the_users_own_are_not_hidden(tmp_path: Path, monkeypatch: py
     assert not installed()
     import utils
 
-    with pytest.raises(ConfigError, match=r"utils is .*utils\.py here"):
+    with pytest.raises(ConfigError, match=r"the name utils belongs to .*utils\.py"):
         install()
     assert utils.mine == 1

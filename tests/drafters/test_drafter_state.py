@@ -236,5 +236,7 @@ def test_a_state_file_that_cannot_be_saved_costs_no_text(method: str, tmp_path: 
 
 
 def test_a_key_of_a_part_is_told_where_it_belongs() -> None:
-    with pytest.raises(ConfigError, match=r"give it to one of the drafters: drafters=\[\{'method': 'rest', 'datastore': ...\}"):
+    with pytest.raises(
+        ConfigError, match=r"give it to one of the drafters: drafters=\[\{'method': 'rest', 'datastore': ...\}"
+    ):
         LLM(toy_model(VOCAB_SIZE), speculative_config={"method": "rest+nasd", "datastore": "somewhere"})

@@ -226,7 +226,7 @@ def test_a_request_without_a_limit_ends_where_the_plan_does() -> None:
         (True, "give a number of bytes"),
         ("0", "1 byte or more"),
         ("120%", "a share is more than 0% and at most 100%"),
-        (1000, r"holds 1 tokens.*it must hold 128"),
+        (1000, r"enough for 1 tokens .*128 are needed"),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(size: Any, message: str) -> None:

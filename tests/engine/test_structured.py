@@ -586,7 +586,7 @@ def test_an_output_that_does_not_match_is_a_fault() -> None:
         ({"regex": "a", "choice": ["b"]}, "regex, choice; give exactly one"),
         ({"rgex": "a"}, "did you mean 'regex'"),
         ({"choice": []}, "choice is empty"),
-        ({"regex": 3}, "regex is 3; it must be a text"),
+        ({"regex": 3}, "regex is 3; it must be non-empty text"),
         ({"json": {1: ...}}, "cannot be written as JSON"),
         ({"regex": "a" * (MAX_CHARACTERS + 1)}, "262145 characters"),
     ],

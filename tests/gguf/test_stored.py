@@ -135,7 +135,7 @@ def test_mixed_types_are_read_and_what_has_no_kernel_is_named(tmp_path: Path, ca
     written = write_llama(tmp_path / "m.gguf", Kind.Q4_K, kinds=kinds, num_hidden_layers=2)
     with caplog.at_level("INFO", "foredraft"):
         llm = LLM(written.path, dtype="float32", weights="stored")
-    assert "stored weights (7 of Q4_K and 3 of Q6_K; dequantised are 2 of IQ4_NL;" in caplog.text
+    assert "float32, stored weights (dequantised: 2 of IQ4_NL) · drafting: none" in caplog.text
     assert_close(llm.target.shadow, written.model)
 
 
@@ -162,7 +162,7 @@ def test_the_command_line_takes_them(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["model"]["weight_types"] == "8 of Q4_0"
     result = CliRunner().invoke(app, asked)
-    assert "stored (8 of Q4_0), 4.50 bits each" in " ".join(result.stdout.split())
+    assert "stored (8 of Q4_0), 4.50 bits per weight" in " ".join(result.stdout.split())
 
 
 @pytest.mark.full
@@ -179,7 +179,7 @@ def test_smollm2_runs_in_its_4_bits(dtype: str) -> None:
     ("model", "options", "message"),
     [
         ("zoo:tiny", {"weights": "stored"}, "zoo:tiny has no GGUF file; leave weights out"),
-        ("zoo:tiny", {"weights": "sorted"}, "weights is 'sorted'; known is 'stored'"),
+        ("zoo:tiny", {"weights": "sorted"}, "weights is 'sorted'; use 'stored'"),
         ("zoo:tiny", {"weights": "stored", "quantization": "int8"}, "would round them again"),
         (None, {"weights": "stored"}, "the model is loaded already; give its GGUF file"),
     ],

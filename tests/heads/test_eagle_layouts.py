@@ -306,7 +306,7 @@ def test_the_method_follows_from_what_lies_there(
     assert SpeculativeConfig(model=folder, max_draft_nodes=5).max_draft_nodes == 5
     with caplog.at_level(logging.INFO, "foredraft"):
         llm = LLM(model(), {"model": folder})
-    assert f"method {method} with the head {folder}" in caplog.text
+    assert f"drafting: {method} · " in caplog.text
     assert dict(llm.applicable_methods())[method] is None
     params = SamplingParams(temperature=0, max_tokens=8)
     prompt = {"prompt_token_ids": list(texts()[0][:6])}

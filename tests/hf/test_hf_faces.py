@@ -190,7 +190,7 @@ def test_what_is_rounded_is_decoded_beside_the_model_itself(rounding: dict[str, 
     assert found[0, ids.shape[1] :].tolist() == list(wanted.outputs[0].token_ids)
     assert torch.equal(model.generate(ids, custom_generate=speculate("ngram"), **options), before)
     wrong = [({"quantization": "int3"}, "int4"), ({"kv_cache_dtype": "int4"}, "int8")]
-    for option, message in *wrong, ({"weights": "stored"}, "when it is loaded"):
+    for option, message in *wrong, ({"weights": "stored"}, "it applies to the target"):
         with pytest.raises(ConfigError, match=message):
             speculate("ngram", **option)
 

@@ -237,7 +237,7 @@ class NarrowTopK(TopKLogitsWarper):
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
-        (narrow, r"logits processor <function narrow at .*> returned \(1, 32\), not scores \(1, 64\)"),
+        (narrow, r"logits processor <function narrow at .*> returned \(1, 32\); it must return scores \(1, 64\)"),
         (silent, r"logits processor <function silent at .*> returned NoneType"),
         (NarrowTopK(4), r"logits processor <.*NarrowTopK object at .*> returned \(64,\)"),
     ],

@@ -64,7 +64,7 @@ def run(**options: Any) -> Any:
         ({CACHE: filled_cache()}, "give the whole text as input_ids"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64)}, "give input_ids"),
-        ({"position_ids": torch.tensor([[5, 6, 7]])}, "Leave position_ids out"),
+        ({"position_ids": torch.tensor([[5, 6, 7]])}, "leave position_ids out"),
         ({"position_ids": torch.tensor([[[0, 1, 2]]])}, "position_ids"),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_processor_that_returns_nan_is_named() -> None:
         ({"method": "ngram", "stop_strings": "x"}, "tokenizer"),
         ({"method": "ngrm"}, "did you mean 'ngram'"),
         ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
-        ({"method": {"method": "ngram"}, "num_speculative_tokens": 3}, "beside it"),
+        ({"method": {"method": "ngram"}, "num_speculative_tokens": 3}, "and also"),
     ],
 )
 def test_speculate_refuses_at_once(options: dict[str, Any], words: str) -> None:

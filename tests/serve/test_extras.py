@@ -268,9 +268,12 @@ def test_flags_may_stand_among_the_variables_of_the_template(llm: LLM) -> None:
     assert prompt(chat_template_kwargs={"continue_final_message": True}) == whole[1:]
     assert prompt(chat_template_kwargs={"thinks": 2}) == whole + "2"
     for wrong, said in (
-        ({"add_generation_prompt": False, "chat_template_kwargs": {"add_generation_prompt": True}}, "set only one of them"),
+        (
+            {"add_generation_prompt": False, "chat_template_kwargs": {"add_generation_prompt": True}},
+            "set only one of them",
+        ),
         ({"chat_template_kwargs": {"add_generation_prompt": "no"}}, "true or false"),
-        ({"chat_template_kwargs": {"add_generation_prompt": True, "continue_final_message": True}}, "excludes"),
+        ({"chat_template_kwargs": {"add_generation_prompt": True, "continue_final_message": True}}, "exclude each other"),
     ):
         with pytest.raises(ApiError, match=said):
             prompt(**wrong)

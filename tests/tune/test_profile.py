@@ -215,7 +215,7 @@ def test_the_verb_measures_checks_and_is_taken_by_an_llm(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "ngram+suffix"], "has no length to choose"),
+        (["--method", "ngram+suffix"], "has no draft length"),
         (["--batch-sizes", "0"], "batch-sizes is '0'"),
         (["--contexts", "x"], "contexts is 'x'"),
         (["--method", "nonsense"], "is not known"),

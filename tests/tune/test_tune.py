@@ -272,7 +272,7 @@ def test_a_set_under_which_nothing_is_accepted_is_never_written(
     assert result.exit_code == 2
     assert result.stdout == ""
     said = " ".join(result.stderr.split())
-    assert "NothingAcceptedError: none of 0 drafted tokens was accepted under any of the 3 sets" in said
+    assert "error: none of 0 drafted tokens was accepted under any of the 3 sets" in said
     assert re.search(r"cut \d+ drafted tokens and left \d+ steps without a draft", said)
     assert "no set is written" in said
     assert not out.exists()

@@ -163,7 +163,7 @@ def test_the_verb_writes_a_tree_that_generate_takes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "give the heads"),
-        (["--speculative-config", '{"method": "ngram"}'], "not for 'ngram'"),
+        (["--speculative-config", '{"method": "ngram"}'], "not 'ngram'"),
         (["--heads", "./nowhere"], "nowhere does not exist"),
     ],
 )

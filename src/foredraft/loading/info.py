@@ -143,7 +143,9 @@ def load_line(info: ModelInfo, drafters: Sequence[str] = (), output: str = "") -
         ``SmolLM2-135M-Instruct · bfloat16 · drafting: suffix + eagle3 · output: bit-identical to plain decoding``
     """
     precision = [info.dtype if info.device == "cpu" else f"{info.dtype} on {info.device}"]
-    precision += [] if info.quantization is None else [f"{info.quantization} weights"]
+    if info.quantization is not None:
+        left = (info.weight_types or "").partition("; dequantised are ")[2]
+        precision.append(f"{info.quantization} weights" + (f" (dequantised: {left})" if left else ""))
     precision += [] if info.kv_cache_dtype == info.dtype else [f"keys and values in {info.kv_cache_dtype}"]
     parts = [short_name(info.name), ", ".join(precision), f"drafting: {' + '.join(drafters) or 'none'}"]
     return " · ".join([*parts, f"output: {output}"] if drafters else parts)
