@@ -273,7 +273,10 @@ def test_flags_may_stand_among_the_variables_of_the_template(llm: LLM) -> None:
             "set only one of them",
         ),
         ({"chat_template_kwargs": {"add_generation_prompt": "no"}}, "true or false"),
-        ({"chat_template_kwargs": {"add_generation_prompt": True, "continue_final_message": True}}, "exclude each other"),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": True, "continue_final_message": True}},
+            "exclude each other",
+        ),
     ):
         with pytest.raises(ApiError, match=said):
             prompt(**wrong)
