@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from foredraft.cli.help import DRAFTING, OUTPUT, SAMPLING
-from foredraft.cli.options import Target, TargetOptions, takes_groups
+from foredraft.cli.options import Exactness, Target, TargetOptions, takes_groups
 from foredraft.cli.running import (
     EXIT_DIFFERS,
     EXIT_INTERRUPTED,
@@ -104,16 +104,7 @@ class BenchOptions(TargetOptions):
     top_p: Annotated[float, typer.Option(hidden=True, rich_help_panel=SAMPLING, help="1 is off.", min=0.0, max=1.0)] = (
         1.0
     )
-    exactness: Annotated[
-        str,
-        typer.Option(
-            metavar="default|relaxed",
-            hidden=True,
-            rich_help_panel=DRAFTING,
-            help="relaxed: allow drafts of more than 64 tokens. Tokens of nearly equal probability may then differ "
-            "from plain decoding.",
-        ),
-    ] = "default"
+    exactness: Exactness = "default"
     save_config: Annotated[
         Path | None,
         typer.Option(

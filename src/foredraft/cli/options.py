@@ -40,6 +40,16 @@ NumSpeculativeTokens = Annotated[
         help="Longest draft in tokens. Default: the method's.",
     ),
 ]
+Exactness = Annotated[
+    str,
+    typer.Option(
+        metavar="default|relaxed",
+        hidden=True,
+        rich_help_panel=DRAFTING,
+        help="relaxed: allow drafts of more than 64 tokens. Tokens of nearly equal probability may then differ "
+        "from plain decoding.",
+    ),
+]
 Target = Annotated[
     str | None,
     typer.Option(
@@ -220,16 +230,7 @@ class LoadingOptions(TargetOptions):
             help="Source of sampling defaults. auto: the generation_config.json of the model.",
         ),
     ] = "auto"
-    exactness: Annotated[
-        str,
-        typer.Option(
-            metavar="default|relaxed",
-            hidden=True,
-            rich_help_panel=DRAFTING,
-            help="relaxed: allow drafts of more than 64 tokens. Tokens of nearly equal probability may then differ "
-            "from plain decoding.",
-        ),
-    ] = "default"
+    exactness: Exactness = "default"
     profile_file: Annotated[
         str | None,
         typer.Option(

@@ -12,7 +12,7 @@ from rich.text import Text
 from foredraft.cli.prompts import Asked
 from foredraft.cli.running import put_json
 from foredraft.config.sampling import SamplingParams
-from foredraft.engine.frontend import RequestOutput, Segments, StreamOutput
+from foredraft.engine.frontend import RequestOutput, Segments, StreamOutput, decode_seconds
 from foredraft.engine.stats import RowStats, counted, describe_cuts
 
 if TYPE_CHECKING:
@@ -173,12 +173,6 @@ def details(outputs: Sequence[RequestOutput]) -> list[str]:
     if decision := (outputs[-1].metrics.governor or {}).get("decision"):
         lines.append(f"latest decision: {decision}")
     return lines
-
-
-def decode_seconds(outputs: Sequence[RequestOutput]) -> float:
-    """Time from the first decoding step to the last, over all prompts."""
-    starts = [output.metrics.prefill_seconds for output in outputs]
-    return max(output.metrics.prefill_seconds + output.metrics.decode_seconds for output in outputs) - min(starts)
 
 
 def pooled(outputs: Sequence[RequestOutput]) -> RowStats:

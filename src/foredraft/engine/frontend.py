@@ -264,6 +264,12 @@ def _shortened(value: object) -> str:
     return f"{value[: _SHOWN_CHARACTERS - 3]!r}..."
 
 
+def decode_seconds(outputs: Sequence[RequestOutput]) -> float:
+    """Return the time from the first decoding step to the last, over all prompts, in seconds."""
+    starts = [output.metrics.prefill_seconds for output in outputs]
+    return max(output.metrics.prefill_seconds + output.metrics.decode_seconds for output in outputs) - min(starts)
+
+
 def speculative_metrics(stats: RowStats, num_spec_tokens: int, is_lossless: bool = True) -> dict[str, Any]:
     """Return vLLM's ``metrics.speculative_decoding``, extended by tau, the number of steps and ``lossless``.
 

@@ -100,8 +100,8 @@ class Pairing:
         """
         if self.profile is not None:  # refuses a profile of another model, even if nothing is governed
             self.profile.difference(facts_of(self.target))
-        config = self._with_companions(config)
         zoo_name = self.zoo_name or zoo.name_of(self.loaded.model.name_or_path)
+        config = self._with_companions(config, zoo_name)
         context = DrafterContext(self.target, tokenizer=self.tokenizer, zoo_name=zoo_name)
         part = config.model_part
         name = None if part is None else part.model if part.model is not None else self._own_drafter(zoo_name)
@@ -117,14 +117,13 @@ class Pairing:
         make = drafter_factory(nameless, replace(context, draft_model=lm))
         return Drafting(nameless, make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
 
-    def _with_companions(self, config: SpeculativeConfig) -> SpeculativeConfig:
+    def _with_companions(self, config: SpeculativeConfig, zoo_name: str | None) -> SpeculativeConfig:
         """Return the config; for method ``auto`` with default drafters, add the drafters included with the model."""
         if config.method != "auto" or config.model is not None:
             return config
         if tuple(part.method for part in config.parts) != FREE:
             return config
-        folder = self.loaded.model.name_or_path
-        others = drafters_beside(self.zoo_name or zoo.name_of(folder) or folder)
+        others = drafters_beside(zoo_name or self.loaded.model.name_or_path)
         return SpeculativeConfig(**{**config.as_dict(), "drafters": [*config.parts, *others]}) if others else config
 
     def _own_drafter(self, zoo_name: str | None) -> str | None:

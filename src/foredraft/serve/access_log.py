@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foredraft.engine.frontend import decode_seconds
 from foredraft.serve.queued_request import QueuedRequest
 
 logger = logging.getLogger("foredraft.serve")
@@ -112,9 +113,7 @@ def line_of(access: Access, seconds: float) -> str:
     if stream is not None:
         num_tokens = stream.num_tokens
         parts.append(f"{num_tokens} token{'' if num_tokens == 1 else 's'}")
-        metrics = [output.metrics for output in access.ticket.outputs()] if access.ticket is not None else []
-        ends = [one.prefill_seconds + one.decode_seconds for one in metrics]
-        decoding = max(ends) - min(one.prefill_seconds for one in metrics)
+        decoding = decode_seconds(stream.outputs())
         if decoding > 0:
             parts.append(f"{num_tokens / decoding:.1f} tok/s")
     return " · ".join(parts)

@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import fx, nn
 
-from foredraft.folders import cache_folder, keep_text, known_sha256, parsed_json, sha256_of
+from foredraft.folders import cache_folder, keep_json, known_sha256, parsed_json, sha256_of
 from foredraft.native import abi
 
 logger = logging.getLogger("foredraft")
@@ -54,12 +54,8 @@ def stored(key: Any, unpack: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 def store(key: Any, pack: Callable[[], Mapping[str, Any]]) -> None:
     """Store a program under a key, where both can be written down and the cache folder is writable."""
-    import json
-
     try:
-        file, content = _file(key), json.dumps(pack())
-        file.parent.mkdir(parents=True, exist_ok=True)
-        keep_text(file, content)
+        keep_json(_file(key), pack())
     except (NotStorableError, OSError) as error:
         logger.debug("a traced program is not stored: %s", error)
 
