@@ -98,13 +98,3 @@ def test_a_missing_package_and_cache_have_a_remedy(monkeypatch: pytest.MonkeyPat
     assert missing["ray"].endswith("'ray[serve]>=2.60' 'uvicorn>=0.34'")  # with those of the extra that it contains
     assert missing["cache"] == "set FOREDRAFT_CACHE to a writable folder"
     assert "ray[serve]" in run()  # not taken as markup
-
-
-def test_packed_copies_are_listed_with_their_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    assert json.loads(run("--json"))["cache"]["packed_copies"] == []
-    (tmp_path / "packed").mkdir()
-    (tmp_path / "packed" / "m.packed").write_bytes(bytes(300_000))
-    (found,) = json.loads(run("--json"))["cache"]["packed_copies"]
-    assert (found["file"], found["num_bytes"]) == (str(tmp_path / "packed" / "m.packed"), 300_000)
-    assert f"packed copy {tmp_path}/packed/m.packed (0.3 MB, settings unknown); delete it: it is damaged" in run()

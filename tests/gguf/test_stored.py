@@ -19,7 +19,7 @@ from foredraft import LLM, SamplingParams, zoo
 from foredraft.cli import app
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, UnsupportedModelError
 from foredraft.gguf.header import read_header
-from foredraft.gguf.stored import TYPES, BlockType
+from foredraft.gguf.blocks import TYPES, BlockType
 from foredraft.loading.models import load_model
 from foredraft.native.codes import Codes
 from foredraft.native.library import library
@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_dequantised_weights(kind: Kind, tmp_path: Path)
     written = write_llama(tmp_path / "m.gguf", kind, tie_word_embeddings=is_tied)
     loaded = load_model(written.path, dtype="float32", weights="stored")
     assert loaded.quantization == "stored"
-    assert loaded.types == f"8 of {kind.name}"
+    assert loaded.types == f"{8 if is_tied else 9} of {kind.name}"
     layer = loaded.model.model.layers[0]
     assert not any(each.weight.stride()[0] for each in (layer.mlp.up_proj, layer.self_attn.q_proj))
     assert_close(loaded.model, written.model)
@@ -89,7 +89,7 @@ def test_a_model_of_the_zoo_in_another_dtype_than_it_was_converted_into_comes_fr
     written = write_llama(tmp_path / "m.gguf", Kind.Q4_1)
     monkeypatch.setattr(zoo, "stored_file", lambda name: written.path)
     loaded = load_model("zoo:tiny", dtype="float32", weights="stored", with_tokenizer=False)
-    assert loaded.types == "8 of Q4_1"
+    assert loaded.types == "9 of Q4_1"
     assert_close(loaded.model, written.model)
 
 
@@ -118,7 +118,7 @@ def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
     plain = LLM(write_llama(tmp_path / "m.gguf", Kind.Q4_1).path, weights="stored")
     assert plain.target.execution.program is not None, plain.target.execution.why_no_program
     info = plain.model_info
-    assert (info.quantization, info.weight_types) == ("stored", "8 of Q4_1")
+    assert (info.quantization, info.weight_types) == ("stored", "9 of Q4_1")
     assert info.bits_per_weight == 5.0  # as in the file
     params = [GREEDY, SAMPLED, SAMPLED, GREEDY, SAMPLED]
     want = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
@@ -152,7 +152,7 @@ def test_rows_that_differ_less_than_the_dtype_shows_are_not_mistaken(tmp_path: P
     written.path.write_bytes(data)
     stored = load_model(written.path, dtype="float32", weights="stored")
     plain = load_model(written.path, dtype="float32")
-    assert stored.types == "8 of Q8_0"
+    assert stored.types == "9 of Q8_0"
     assert_close(stored.model, plain.model)
 
 
@@ -160,9 +160,9 @@ def test_the_command_line_takes_them(tmp_path: Path) -> None:
     asked = ["info", "--model", str(write_llama(tmp_path / "m.gguf", Kind.Q4_0).path), "--weights", "stored"]
     result = CliRunner().invoke(app, [*asked, "--json"])
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["model"]["weight_types"] == "8 of Q4_0"
+    assert json.loads(result.stdout)["model"]["weight_types"] == "9 of Q4_0"
     result = CliRunner().invoke(app, asked)
-    assert "stored (8 of Q4_0), 4.50 bits per weight" in " ".join(result.stdout.split())
+    assert "stored (9 of Q4_0), 4.50 bits per weight" in " ".join(result.stdout.split())
 
 
 @pytest.mark.full

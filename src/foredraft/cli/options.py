@@ -212,15 +212,6 @@ class LoadingOptions(TargetOptions):
             help="Where the model runs. auto: the GPU if there is one.",
         ),
     ] = "auto"
-    cache_packed: Annotated[
-        bool,
-        typer.Option(
-            "--cache-packed",
-            hidden=True,
-            rich_help_panel=LOADING,
-            help="Keep packed weights in the cache folder, so that the next start is faster.",
-        ),
-    ] = False
     generation_config: Annotated[
         str,
         typer.Option(
@@ -241,9 +232,7 @@ class LoadingOptions(TargetOptions):
     ] = None
 
 
-Loading = Annotated[
-    LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
-]
+Loading = Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype"]
 """Options of verbs that load a model and set the other options themselves."""
 
 

@@ -80,7 +80,6 @@ class Pairing:
       dtype: dtype that the user chose for all models. "auto" is the drafter's own dtype, but not a wider one than the
         target's.
       profile: costs and acceptance rates measured before.
-      cache_packed: also cache the packed weights of a drafter that is a model.
     """
 
     loaded: Loaded
@@ -91,7 +90,6 @@ class Pairing:
     trust_remote_code: bool = False
     dtype: str | torch.dtype = "auto"
     profile: Profile | None = None
-    cache_packed: bool = False
 
     def drafting(self, config: SpeculativeConfig) -> Drafting:
         """Load the drafter that the config describes, and check that it fits the target.
@@ -141,7 +139,6 @@ class Pairing:
             device=self.target.device,
             revision=config.revision,
             trust_remote_code=self.trust_remote_code,
-            cache_packed=self.cache_packed,
         )
 
     def _check(self, draft: Loaded) -> None:
