@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from typer.testing import CliRunner
 from foredraft import LLM, SamplingParams, zoo
 from foredraft.cli import app
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, UnsupportedModelError
-from foredraft.gguf.header import read_header
 from foredraft.gguf.blocks import TYPES, BlockType
+from foredraft.gguf.header import read_header
 from foredraft.loading.models import load_model
-from foredraft.native.codes import Codes
+from foredraft.native.codes import Codes, StoredBlocks, StoredCodes
+from foredraft.native.library import KINDS as KINDS_OF_FLOATS
 from foredraft.native.library import library
 from foredraft.native.packed_matmul import CodesMatrix
 from foredraft.testing import hostile_kernels
@@ -58,6 +60,19 @@ def test_codes_stand_for_the_very_values_that_gguf_dequantises(number: int) -> N
     kernels = library()
     if kernels is not None:
         assert torch.equal(CodesMatrix(codes, None, kernels).dense(), want)
+        order = torch.from_numpy(rng.permutation(40))
+        rows, columns = torch.from_numpy(blocks).view(40, -1), want.shape[1]
+        for dtype, number_of in KINDS_OF_FLOATS.items():
+            got = torch.empty(40, columns, dtype=dtype)
+            place = (number, columns, rows.data_ptr(), order.data_ptr(), 40, number_of, got.data_ptr(), 2)
+            kernels.read_blocks(*place)
+            assert torch.equal(got, want[order].to(dtype))
+        stored = StoredCodes(want.shape, kind.form, lambda first, last: kind.codes(rows[order[first:last]]))
+        direct = replace(stored, blocks=StoredBlocks(rows, number, order, lambda: None))
+        for parts in ([stored], [direct], [direct, direct]):
+            packed = CodesMatrix(parts, None, kernels)
+            assert torch.equal(packed.dense(), want[order].repeat(len(parts), 1))
+            assert packed.codes.form == kind.form
 
 
 QUICK = (Kind.Q4_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K)

@@ -92,7 +92,6 @@ def config_of(header: Header) -> Any:
     rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == INPUT and tensor.shape), None)
     if header.of_architecture("vocab_size") is None and rows is not None:
         config.vocab_size = rows
-    config.name_or_path = str(header.path.parent)
     _check_base(config, header)
     _scale_positions(config, header)
     return config
@@ -143,6 +142,7 @@ def load(header: Header, dtype: torch.dtype, config: Any = None, *, as_stored: b
     weights = read_weights(header, structure, dtype, as_stored=as_stored)
     model, missing, _ = build(type(structure), config, weights.state, dtype)
     _check_complete(model, missing, header)
+    model.config.name_or_path = model.name_or_path = str(header.path.parent)
     if ends := end_token_ids(header):
         model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     if as_stored:

@@ -202,7 +202,8 @@ class CodesMatrix(PackedMatrix):
       dtype: float32 or bfloat16, dtype of inputs and results.
       seen: callback after each packed piece.
 
-    Raises: ValueError for zeros without groups, for which there is no kernel.
+    Raises: ValueError for zeros without groups, and for codes of 5 bits with groups that are no multiple of 32, for
+      which there are no kernels.
     Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest activation with the same scale, or
       within half of 1/127 of it for 1 byte. The bits are the same on every CPU.
     """
@@ -230,6 +231,8 @@ class CodesMatrix(PackedMatrix):
                 f"a weight with zeros but without groups has no kernel; give it one group of all {inputs} inputs, "
                 "padded to a multiple of 64"
             )
+        if form.bits in (5, 6) and form.group % (16 * (7 - form.bits)):
+            raise ValueError(f"codes of {form.bits} bits have no kernel for groups of {form.group} inputs")
         outputs = sum(part.shape[0] for part in parts)
         shape, of_groups = codes_shapes(form.bits, form.group, outputs, inputs)
         packed = memory.empty(shape, torch.uint8)
