@@ -86,7 +86,8 @@ class LLM:
       quantization: "int8" or "int4" rounds the weights of linear layers to this many bits when they are loaded. The
         rounded model is then the target: its output is preserved, with or without drafts. See docs/weights.md.
       weights: "stored" computes directly with the quantised weights of a GGUF file, without rounding them to another
-        dtype. The model with these exact weights is then the target. Also available for zoo:smollm2.
+        dtype. The model with these exact weights is then the target. Also available for zoo:smollm2. "dequantized"
+        converts them to the dtype. None is "stored" for a quantised GGUF file on a CPU with kernels.
       kv_cache_dtype: "bfloat16" or "int8" rounds keys and values when they are written. The model with that cache is
         then the target, with or without drafts. "auto" leaves them in the dtype of the model.
       seed: seed for requests that set none. Request number i then draws with ``mix(seed, i)``, so results are

@@ -178,10 +178,11 @@ class TargetOptions:
     weights: Annotated[
         str | None,
         typer.Option(
-            metavar="stored",
+            metavar="stored|dequantized",
             hidden=True,
             rich_help_panel=LOADING,
-            help="stored: compute with the quantised weights of a GGUF file as they are in the file.",
+            help="stored: compute with the quantised weights of a GGUF file as they are in the file, which is the default"
+            " on CPUs with kernels. dequantized: convert them to the dtype.",
         ),
     ] = None
     kv_cache_dtype: Annotated[

@@ -75,7 +75,7 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
     Raises: CheckpointError for a tensor of another shape than the model's; ConfigError if nothing stays quantised.
     """
     found, file, names = Weights(), _File(header), _Names(header, structure)
-    layers = _layers(structure) if as_stored else {}
+    layers, looked_up = _layers(structure) if as_stored else ({}, set())
     shapes = {name: weight.shape for name, weight in structure.named_parameters(remove_duplicate=False)}
     for tensor in logging.tqdm(header.tensors, desc="reading tensors", leave=False):
         name, order, is_turned = names.of(tensor)
@@ -93,14 +93,16 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
         codes = None if layer is None else file.codes(tensor, order)
         if layer is not None and codes is not None:
             found.codes[layer] = codes
-            found.state[name] = released(shape, dtype)
             found.kept[type_name(tensor)] += 1
+        elif tensor.type_id not in PLAIN and (layer is not None or tensor.name != INPUT):
+            found.dequantised[type_name(tensor)] += 1
+        if codes is not None and name not in looked_up:
+            found.state[name] = released(shape, dtype)
             continue
         dense = file.dense(tensor, dtype, order)
         found.state[name] = dense.t().contiguous() if is_turned else dense
-        if tensor.type_id not in PLAIN and (layer is not None or tensor.name != INPUT):
-            found.dequantised[type_name(tensor)] += 1
-        file.leave(tensor)
+        if codes is None:
+            file.leave(tensor)
     found.state = {name: tensor.to(dtype) for name, tensor in found.state.items()}
     if as_stored and not found.codes:
         kinds = ", ".join(sorted({type_name(tensor) for tensor in header.tensors}))
@@ -112,16 +114,23 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
     return found
 
 
-def _layers(structure: PreTrainedModel) -> dict[str, str]:
-    """Return the names of layers whose weight can stay quantised, by the name of the weight in a state."""
+def _layers(structure: PreTrainedModel) -> tuple[dict[str, str], set[str]]:
+    """Return the names of layers whose weight can stay quantised, by the name of the weight in a state.
+
+    The second value contains the weights that are needed dequantised as well: a tied embedding that does more than look
+    up rows.
+    """
     linear = set(roundable(structure))
     layers = {f"{name}.weight": name for name, module in structure.named_modules() if module in linear}
     output, embedding = structure.get_output_embeddings(), structure.get_input_embeddings()
     paths = {module: name for name, module in structure.named_modules()}
-    if gives_rows(embedding) and output in linear:
-        is_tied = output.weight is embedding.weight
-        layers[f"{paths[embedding]}.weight"] = paths[output if is_tied else embedding]
-    return layers
+    is_tied = output in linear and output.weight is embedding.weight
+    name = f"{paths[embedding]}.weight"
+    if is_tied:
+        layers[name] = paths[output]
+    elif gives_rows(embedding):
+        layers[name] = paths[embedding]
+    return layers, {name} if is_tied and not gives_rows(embedding) else set()
 
 
 class _Names:

@@ -26,6 +26,7 @@ from transformers.utils import cached_file
 from foredraft import zoo
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.gguf import model as gguf_model
+from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import Header, read_header
 from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.checkpoint_errors import as_checkpoint_error, check_shards
@@ -36,9 +37,10 @@ from foredraft.loading.stored import load_codes
 from foredraft.machine import collector_paused
 from foredraft.model.building import without_weights
 from foredraft.model.dtypes import choose_dtype, stored_dtype
-from foredraft.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
+from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights, quantize_weights
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_unwrapped
+from foredraft.native.library import KINDS, library
 from foredraft.native.threads import keep_to_quota
 from foredraft.progress import no_progress_bars
 
@@ -72,7 +74,8 @@ def load_model(
       gguf_file: name of a GGUF file in the directory or at the hub id, which is read instead of other weights.
       quantization: "int8" or "int4": round linear layers to 8 or 4 bits. The adapter rounds a model that is loaded
         already.
-      weights: "stored": multiply by the quantised weights of a GGUF file in their own format.
+      weights: "stored": multiply by the quantised weights of a GGUF file in their own format. "dequantized": convert
+        them to the dtype. None: as stored if the file is quantised and this is a CPU with kernels.
       widest_dtype: dtype that "auto" uses instead of any wider one.
       with_tokenizer: load the tokenizer of the model as well.
 
@@ -88,6 +91,9 @@ def load_model(
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     place = choose_device(device)
     front = _header(source) if source.is_gguf else _config(source)
+    if weights is None and quantization is None and isinstance(front, Header):
+        weights = STORED if _can_run_stored(front, dtype, place) else None
+    weights = None if weights == DEQUANTIZED else weights
     is_whole = method_of(front) in LAYOUTS and _reads_codes(source, front, weights, quantization)
     blocks = None if weights is None or is_whole else _blocks(source, front)
     if isinstance(front, Header):
@@ -284,6 +290,13 @@ def _reads_codes(source: Source, config: Any, weights: str | None, quantization:
             f"quantization is {quantization!r}, but the weights of {source.name} are integers already; leave it out"
         )
     return not reason
+
+
+def _can_run_stored(header: Header, dtype: str | torch.dtype, device: torch.device) -> bool:
+    """Whether kernels on this device multiply by quantised weights of the file."""
+    has_kernels = device.type == "cpu" and library() is not None
+    chosen = torch.float32 if dtype == "auto" else choose_dtype(dtype, device)
+    return has_kernels and chosen in KINDS and any(tensor.type_id in TYPES for tensor in header.tensors)
 
 
 def _blocks(source: Source, front: Any) -> Header:

@@ -200,10 +200,6 @@ class StoredBlocks:
     order: torch.Tensor | None
     leave: Callable[[], object]
 
-    def part(self, first: int, last: int) -> torch.Tensor:
-        """Return the bytes of the outputs from a first to a last one (excluded)."""
-        return self.rows[first:last] if self.order is None else self.rows[self.order[first:last]]
-
 
 @dataclass(frozen=True)
 class StoredCodes:

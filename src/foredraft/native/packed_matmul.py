@@ -268,15 +268,18 @@ class CodesMatrix(PackedMatrix):
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):
                 piece = self._take(kernels, part, first, last, begin + first)
-                if seen is not None:
+                if seen is not None and piece is not None:
                     seen(number, piece)
             if isinstance(part, StoredCodes) and part.blocks is not None:
                 part.blocks.leave()
 
     def _take(
         self, kernels: Library, part: Unrounded | StoredCodes, first: int, last: int, output: int
-    ) -> torch.Tensor | Codes:
-        """Pack outputs ``first`` to ``last`` of a part at ``output`` in the matrix, and return them as given."""
+    ) -> torch.Tensor | Codes | None:
+        """Pack outputs ``first`` to ``last`` of a part at ``output`` in the matrix, and return them as given.
+
+        Blocks of a file are not returned.
+        """
         count, threads = last - first, torch.get_num_threads()
         if isinstance(part, Unrounded):
             given = part.weight[first:last]
@@ -287,13 +290,11 @@ class CodesMatrix(PackedMatrix):
             kernels.round(self.address, rows.data_ptr(), kind, output, count, threads)
             return given
         if part.blocks is not None:
-            blocks, order = part.blocks, None
-            rows = blocks.rows if blocks.order is not None else blocks.rows[first:last]
-            if blocks.order is not None:
-                order = blocks.order[first:last].contiguous()
+            rows, order = part.blocks.rows, part.blocks.order
+            rows, order = (rows[first:last], None) if order is None else (rows, order[first:last].contiguous())
             at = None if order is None else order.data_ptr()
-            kernels.pack_blocks(self.address, blocks.type_id, rows.data_ptr(), at, output, count, threads)
-            return blocks.part(first, last)
+            kernels.pack_blocks(self.address, part.blocks.type_id, rows.data_ptr(), at, output, count, threads)
+            return None
         codes = part.read(first, last)
         numbers = codes.numbers.contiguous()
         kernels.pack_codes(self.address, numbers.data_ptr(), output, count, threads)

@@ -49,8 +49,8 @@ ROUNDINGS: dict[str, Rounding] = {
 }
 """Roundings by name. Every one of them rounds output embeddings to 8 bits."""
 
-STORED = "stored"
-"""Value of ``weights`` that selects the integer weights in the model's file."""
+STORED, DEQUANTIZED = "stored", "dequantized"
+"""Values of ``weights``: multiply by the integer weights in the model's file, or convert them to the dtype."""
 
 
 def check_weights(weights: str | None, quantization: str | None) -> None:
@@ -58,9 +58,12 @@ def check_weights(weights: str | None, quantization: str | None) -> None:
 
     Raises: ConfigError for an unknown value, and for stored weights together with ``quantization``.
     """
-    if weights not in (None, STORED):
-        raise ConfigError(f"weights is {weights!r}; use {STORED!r}, or None for weights converted to the dtype")
-    if weights is not None and quantization is not None:
+    if weights not in (None, STORED, DEQUANTIZED):
+        raise ConfigError(
+            f"weights is {weights!r}; use {STORED!r}, {DEQUANTIZED!r} for weights converted to the dtype, or None, which "
+            f"is {STORED!r} for a GGUF file on a CPU with kernels"
+        )
+    if weights == STORED and quantization is not None:
         raise ConfigError(
             f"weights={weights!r} multiplies by the integers in the file, and quantization={quantization!r} would "
             "round them again; use only one of the two"
