@@ -24,7 +24,7 @@ from transformers import (
 from foredraft import speculate
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ShapeError
-from foredraft.hf.processors import PaddedView, RowPlace, sampling_fields
+from foredraft.hf.processors import RowPlace, sampling_fields
 from foredraft.hf.rows import InputRow, read_rows
 from foredraft.sampling.distribution import Sampler, scores
 from foredraft.testing import toy_model
@@ -33,8 +33,7 @@ VOCAB, EOS, PAD = 64, 7, 3
 CPU = torch.device("cpu")
 
 
-def place(row: InputRow | None = None, index: int = 0, num_rows: int = 1) -> RowPlace:
-    row = row or InputRow((10, 11), (10, 11), 0)
+def place(row: InputRow, index: int = 0, num_rows: int = 1) -> RowPlace:
     return RowPlace(index, num_rows, row, frozenset({EOS}), CPU)
 
 
@@ -103,7 +102,7 @@ def test_random_lists_give_the_same_scores(seed: int) -> None:
     text = torch.cat([inputs, torch.tensor(output), torch.tensor(drafted)], dim=-1)
     expected = processors(text, logits.clone())
     for index, row in enumerate(read_rows(inputs, mask)):
-        fields = sampling_fields(processors, do_sample, RowPlace(index, 3, row, frozenset({EOS}), CPU))
+        fields = sampling_fields(processors, do_sample, place(row, index, 3))
         sampler = Sampler(
             SamplingParams(max_tokens=None, **fields),
             vocab_size=VOCAB,
@@ -121,28 +120,18 @@ SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p", "typical_p", "eta_cut
 
 def test_ordinary_lists_need_no_processor_at_all() -> None:
     inputs, mask = torch.tensor([[9, 10]]), torch.tensor([[1, 1]])
-    options = {
-        "do_sample": True,
+    same = {
         "repetition_penalty": 1.2,
         "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[5], [6, 8]],
-        "min_new_tokens": 4,
         "temperature": 0.7,
         "top_k": 50,
         "top_p": 0.9,
         "min_p": 0.1,
     }
+    options = {"do_sample": True, "bad_words_ids": [[5], [6, 8]], "min_new_tokens": 4, **same}
     (row,) = read_rows(inputs, mask)
-    assert sampling_fields(built(inputs, mask, options, []), True, place(row)) == {
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [(5,), (6, 8)],
-        "min_tokens": 4,
-        "temperature": 0.7,
-        "top_k": 50,
-        "top_p": 0.9,
-        "min_p": 0.1,
-    }
+    found = sampling_fields(built(inputs, mask, options, []), True, place(row))
+    assert found == {**same, "bad_words_ids": [(5,), (6, 8)], "min_tokens": 4}
 
 
 class Louder(RepetitionPenaltyLogitsProcessor):
@@ -167,46 +156,13 @@ class Louder(RepetitionPenaltyLogitsProcessor):
 )
 def test_what_the_distribution_does_otherwise_runs_as_it_is(processors: list[Any]) -> None:
     """Subclasses, another order, other options."""
-    fields = sampling_fields(processors, True, place())
+    fields = sampling_fields(processors, True, place(InputRow((10, 11), (10, 11), 0)))
     assert fields["logits_processors"]
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[10, 11]])
     sampler = Sampler(SamplingParams(**fields), vocab_size=VOCAB, eos_token_ids=[EOS], prompt_ids=[10, 11])
     expected = LogitsProcessorList(processors)(ids, logits.clone())
     torch.testing.assert_close(scores(logits, [sampler], [()]), expected)
-
-
-def test_a_processor_that_tells_rows_apart_sees_its_own_row() -> None:
-    """A drafted level of two nodes comes as a batch of two, and each is shown at the place of the row."""
-    shapes = []
-
-    class ByRow(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            shapes.append(tuple(input_ids.shape))
-            return scores + torch.arange(len(scores))[:, None]
-
-    shown = PaddedView([ByRow()], place(index=2, num_rows=4))
-    table = torch.tensor([[0.0, 1.0], [5.0, 6.0]])
-    assert torch.equal(shown(torch.tensor([[1, 2], [1, 3]]), table), table + 2)
-    assert shapes == [(4, 2), (4, 2)]
-
-
-def test_processors_may_write_in_place_and_keep_ordinary_tensors() -> None:
-    """The engine runs in inference mode; a user's processor must not notice."""
-    kept: list[torch.Tensor] = []
-
-    class InPlace(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            scores[:, 0] = 1.0
-            kept.append(scores)
-            return scores
-
-    with torch.inference_mode():
-        given = torch.zeros(1, 4)
-        result = PaddedView([InPlace()], place())(torch.tensor([[1]]), given)
-    assert given.tolist() == [[0.0] * 4]
-    assert result[0, 0] == 1.0
-    assert not kept[0].is_inference()
 
 
 @pytest.mark.parametrize("words", [[[]], [[], [5], [], [9, 3]]], ids=str)
