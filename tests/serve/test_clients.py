@@ -4,7 +4,6 @@ error where vLLM has none. Each case is one that some client of docs/serve.md se
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 import httpx
@@ -17,7 +16,7 @@ from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
 from foredraft.serve.server import HEAD_SECONDS
 from foredraft.serve.settings import ServerSettings
-from serving import Running, with_template
+from serving import Running, received, with_template
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it"}]
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -165,12 +164,11 @@ def test_best_of_all_is_no_choice(running_server: Running) -> None:
 )
 def test_slashes_at_the_end_mean_nothing(running_server: Running, method: str, path: str, status: int) -> None:
     body = {"prompt": "a", "max_tokens": 1} if "chat" not in path else {"messages": MESSAGES, "max_tokens": 1}
-    host, port = running_server.server.address.removeprefix("http://").split(":")
     sent = json.dumps(body).encode() if method == "POST" else b""
-    with socket.create_connection((host, int(port)), timeout=60) as client:
+    with running_server.connected() as client:
         head = f"{method} {path} HTTP/1.0\r\nContent-Length: {len(sent)}\r\n\r\n"
         client.sendall(head.encode() + sent)
-        found = b"".join(iter(lambda: client.recv(65536), b""))
+        found = received(client)
     assert int(found.split(b" ")[1]) == status
     if status == 404:
         assert b"the endpoints are /v1/chat/completions, /v1/completions, /v1/responses" in found

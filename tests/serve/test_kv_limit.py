@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from foredraft.cli import app
@@ -19,15 +18,6 @@ from foredraft.serve import served as served_module
 from foredraft.serve.ray.config import ClusterConfig
 from foredraft.serve.served import Served, with_kv_limit
 from serving import MODEL, Running
-
-
-def test_by_default_engines_share_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_module, "available_on", {torch.device("cpu"): 10**9}.__getitem__)
-    given = {"device": "cpu", "max_num_seqs": 4}
-    assert with_kv_limit(given, 1) == {**given, "max_kv_bytes": "40%"}
-    assert with_kv_limit(given, 3)["max_kv_bytes"] == "13.3%"
-    assert with_kv_limit({**given, "max_kv_bytes": "2GB"}, 3)["max_kv_bytes"] == "2GB"
-    assert with_kv_limit({**given, "max_kv_bytes": "none"}, 3)["max_kv_bytes"] is None
 
 
 def test_replicas_count_as_engines_of_one_machine() -> None:
@@ -51,6 +41,7 @@ def test_where_there_is_no_default_limit_the_reason_is_told(
     [
         ([], "40%"),
         (["--drafting", "plain=none"], "20%"),
+        (["--drafting", "plain=none", "--drafting", "other=ngram"], "13.3%"),
         (["--max-kv-bytes", "3MB"], "3MB"),
         (["--max-kv-bytes", "none"], None),
     ],
