@@ -1,9 +1,8 @@
-"""Memory of keys and values of a server: its default limit, and what an idle one holds."""
+"""Memory of keys and values of a server: its default limit."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from foredraft.cli import app
-from foredraft.engine.engine import Engine
-from foredraft.llm import LLM
 from foredraft.serve import served as served_module
 from foredraft.serve.ray.config import ClusterConfig
-from foredraft.serve.served import Served, with_kv_limit
-from serving import MODEL, Running
+from foredraft.serve.served import with_kv_limit
+from serving import MODEL
 
 
 def test_replicas_count_as_engines_of_one_machine() -> None:
@@ -61,36 +58,3 @@ def test_the_command_line_gives_the_limit_to_the_model(
     result = CliRunner().invoke(app, ["serve", MODEL, *options])
     assert result.exit_code == 0, result.output
     assert given["max_kv_bytes"] == limit
-
-
-@pytest.mark.full
-def test_an_idle_server_holds_no_keys_and_values(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After one long prompt beside short ones it has what it had before them, and answers as before."""
-    llm = LLM(MODEL, "draft_model", max_num_seqs=8, max_kv_bytes="40%")
-    held, step = [0], Engine.step
-
-    def watched(self: Engine) -> Any:
-        outputs = step(self)
-        held.append(self.memory().allocated_bytes)
-        return outputs
-
-    monkeypatch.setattr(Engine, "step", watched)
-    server = start(served=Served({"tiny": llm}))
-
-    def told(name: str) -> float:
-        (value,) = re.findall(rf"^foredraft:{name}{{.*}} (\S+)$", server.http.get("/metrics").text, re.MULTILINE)
-        return float(value)
-
-    def answer() -> tuple[str, float]:
-        del held[1:]
-        prompts = [[5] * 1200, *[[6, 7, 8 + i] for i in range(7)]]
-        found = server.post("/v1/completions", prompt=prompts, max_tokens=20, temperature=0, ignore_eos=True).json()
-        return str([choice["text"] for choice in found["choices"]]), max(held)
-
-    first = answer()
-    assert 0 < first[1] < told("kv_cache_planned_bytes")
-    llm._runner.rest()  # as it does by itself after a pause
-    assert told("kv_cache_bytes") == 0
-    assert answer()[0] == first[0]
