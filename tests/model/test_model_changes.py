@@ -24,7 +24,6 @@ from foredraft.errors import UnsupportedModelError
 from foredraft.loading.adapters import shared_adapter
 from foredraft.model.execution.execution import choose_execution
 from foredraft.model.lm import CausalLM
-from foredraft.model.prober import Prober
 from foredraft.testing import toy_model
 
 PROMPT = [5, 6, 7, 8]
@@ -117,13 +116,11 @@ def large(lm: CausalLM) -> list[int]:
     return [id(each.matrix) for each in lm.execution._products if min(each.layers[0].weight.shape) > 16]
 
 
-def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_packs_nothing_again_and_probes_each_adapter_once() -> None:
     """Switching to and fro costs a new shadow; weights that are the same stay packed."""
     model = lora.lora_model()
-    probed = []
-    judge = Prober.after
-    monkeypatch.setattr(Prober, "after", lambda prober: (probed.append(prober), judge(prober))[1])
     lm = CausalLM(model)
+    probes = [lm.probe]
     is_packed = choose_execution("auto", "cpu", torch.float32) == "packed"
     packed = large(lm)
     assert is_packed == bool(packed)
@@ -132,7 +129,9 @@ def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: 
         assert lm.refresh()
         assert not lm.refresh()
         assert large(lm) == packed
-    assert len(probed) == 2
+        probes.append(lm.probe)
+    assert probes[0] is probes[2] is probes[4]
+    assert probes[0] is not probes[1] is probes[3]
     assert lm.num_changes == 4
     if is_packed:
         layer = lora.layers(model)[1]

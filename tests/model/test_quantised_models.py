@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from foredraft import LLM, speculate
 from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.execution.packing import packable
 from foredraft.model.independence import quantised_layers
 from foredraft.model.lm import CausalLM, Nodes
-from foredraft.testing import strengthen
+from foredraft.testing import toy_model
 
 IDS = torch.tensor([[10, 11, 12, 13]])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -28,19 +28,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 def dense_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Large enough for packed weights."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return strengthen(LlamaForCausalLM(config), 1, scale=0.1).to(dtype).eval()
+    return toy_model(512, seed=1, dtype=dtype, scale=0.1, hidden_size=256, intermediate_size=1024)
 
 
 def replaced(model: PreTrainedModel, new: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:

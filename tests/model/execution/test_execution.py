@@ -74,12 +74,6 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def assert_unpacked(model: PreTrainedModel) -> None:
-    execution = apply_execution(shadow(model), "packed")
-    assert execution.num_packed_layers == execution.packed_bytes == 0
-    assert execution.describe() == "packed (no layer large enough or of a packable dtype)"
-
-
 IDS = torch.tensor([[3, 17, 55, 4, 90, 21, 8], [60, 5, 5, 12, 33, 2, 71]])
 
 
@@ -165,19 +159,9 @@ class TestPacked:
         assert got.dtype == want.dtype == dtype
         assert relative_error(got, want) < ROUNDING[dtype]
 
-    def test_no_rows_give_no_rows(self) -> None:
-        """An expert that no token chose runs over nothing."""
-        packed = PackedLinear.of(nn.Linear(8, 5))
-        assert packed(torch.zeros(0, 8)).shape == (0, 5)
-
     def test_other_dtypes_than_the_weights_are_refused(self) -> None:
         with pytest.raises(TypeError, match="float64"):
             PackedLinear.of(nn.Linear(8, 5))(torch.zeros(1, 8, dtype=torch.float64))
-
-    def test_float64_stays_as_it_is_and_all_weights_without_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert_unpacked(build("llama", torch.float64))
-        monkeypatch.setattr("foredraft.model.execution.packing.library", lambda: None)
-        assert_unpacked(build("llama"))
 
     def test_counts_what_it_packed(self) -> None:
         model = build("llama")

@@ -236,14 +236,6 @@ def test_what_changed_in_a_model_is_used(kind: str) -> None:
 
 
 @torch.inference_mode()
-def test_positions_beyond_what_was_laid_out_keep_their_bits() -> None:
-    model = llama()
-    lm, long = recorded(model), recorded(model)
-    filled(long, [240])  # so that it has angles for more positions
-    assert same(steps(lm, [40, 200, 7], TREES[3]), steps(long, [40, 200, 7], TREES[3]))
-
-
-@torch.inference_mode()
 def test_a_context_may_end_where_its_angles_do() -> None:
     lm = recorded(llama())
     cache = filled(lm, [252])
@@ -324,16 +316,6 @@ def test_caches_are_told_apart_and_let_go() -> None:
     del cache
     gc.collect()
     assert gone() is None
-
-
-@torch.inference_mode()
-def test_rows_further_down_in_a_cache() -> None:
-    lm = recorded(llama())
-    cache = filled(lm, LENGTHS)
-    found = lm.forward(Nodes.from_chains([[1, 2], [3]]), cache, first_row=1)
-    for row, chain in ((0, [1, 2]), (1, [3])):
-        alone = lm.forward(Nodes.from_chains([chain]), filled(lm, [LENGTHS[row + 1]]))
-        assert torch.equal(found[row, : len(chain)], alone[0])
 
 
 @pytest.mark.usefixtures("threads_of_torch")
