@@ -71,9 +71,9 @@ def mixed(name: str) -> list[Request]:
 
 
 def differences(name: str, dtype: torch.dtype, asked: list[Request]) -> list[Divergence]:
-    """Of a tree drafter in a batch, and of one greedy row and one sampled alone, from the plain loop in one batch; all at free shapes.
+    """Of a tree drafter in a batch, and of a greedy row and a sampled one alone, from the plain loop in one batch.
 
-    By stock kernels, which round by the shape; those of our own do not (test_native_program.py),
+    All at free shapes, by stock kernels, which round by the shape; those of our own do not (test_native_program.py),
     and stand here for architectures that differ in kind.
     """
     lm = adapter(name, dtype, "auto" if name in ALWAYS else "eager")
