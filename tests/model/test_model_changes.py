@@ -231,6 +231,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
     "modules put in": _wrap,
     "a module replaced": lambda model: setattr(model, "lm_head", copy.deepcopy(toy_model(seed=1).lm_head).float()),
     "a tensor replaced": lambda model: setattr(model.lm_head, "weight", nn.Parameter(-model.lm_head.weight.detach())),
+    "loaded": lambda model: model.load_state_dict(toy_model(seed=1).state_dict()),
     "written in place": lambda model: model.lm_head.weight.detach().mul_(-1),
     "a hook": lambda model: model.lm_head.register_forward_hook(lambda _module, _args, output: -output),
     "another dtype": lambda model: model.double(),
