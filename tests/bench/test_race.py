@@ -223,14 +223,6 @@ def test_quantised_arms_are_shown_apart_and_own_ones_compared_with_those_of_othe
     assert "does not count" in text
 
 
-def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
-    own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
-    outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain")])])
-    text = shown(outcome, 200)
-    assert "all tokens came with the first step" in text
-    assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
-
-
 # -- equality ----------------------------------------------------------------------------------------------------
 
 
@@ -257,23 +249,20 @@ def test_own_texts_that_differ_in_float32_or_from_run_to_run_hide_all_speeds(
 # -- who takes part ----------------------------------------------------------------------------------------------
 
 
-def test_engines_that_do_not_start_are_left_out_by_name(track: Track) -> None:
-    launches = [
-        track.launch("foredraft", OWN),
-        track.launch("lame", [], broken="no such model"),
-        track.launch("other", OWN),
-    ]
-    outcome = track.run(launches)
+def test_what_takes_no_part_or_was_not_timed_is_named_with_its_reason(track: Track) -> None:
+    """Engines that do not start, ways to decode of which nothing works, and tokens that all come at once."""
+    own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
+    peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": {"first": None, "second": None}}]
+    lame = track.launch("lame", [], broken="no such model")
+    outcome = track.run([track.launch("foredraft", own), lame, track.launch("other", peer)])
     assert list(outcome.engines) == ["foredraft", "other"]
     assert "no such model" in outcome.missing["lame"]
-    assert "missing  lame: " in shown(outcome, 500)
-
-
-def test_a_way_to_decode_of_which_nothing_works_is_left_out(track: Track) -> None:
-    peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": {"first": None, "second": None}}]
-    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", peer)])
     assert "other lookup" not in rows(outcome)
     assert "way second: does not work: no such kernel" in outcome.missing["other lookup"]
+    assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
+    text = shown(outcome, 500)
+    assert "missing  lame: " in text
+    assert "all tokens came with the first step" in text
 
 
 def test_an_engine_that_dies_is_an_error_with_its_log(track: Track) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from classic_models import hf_greedy
 
 from foredraft import zoo
 from foredraft.classic import PACKAGES, install
 from foredraft.errors import ConfigError
+from generated import generated
 
 IMPORTS = """\
 from ngram_assisted import ngram_assisted_speculative_generate
@@ -93,7 +93,7 @@ def test_listings_run_unchanged_after_one_line() -> None:
     exec(IMPORTS + GENERATION, names)
     tokens = names["output_ids"]
     assert len(tokens) > 10
-    assert tokens == hf_greedy(target, inputs, 100, eos_token_id=tokenizer.eos_token_id)
+    assert tokens == generated(target, inputs, 100, eos_token_id=tokenizer.eos_token_id)
     assert names["accept_rate"] > 0
     exec(SINGLE_LEVEL, names)
     assert names["output_ids"] == tokens[:50]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from classic_models import PROMPT, difference, drafter, enumerated, hf_greedy, plain_distribution, target
+from classic_models import PROMPT, difference, drafter, enumerated, plain_distribution, target
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
 
@@ -20,6 +20,7 @@ from foredraft.classic.sampling import autoregressive_generate, beam_search_gene
 from foredraft.classic.utils.logits_processor import MultinomialProcessor
 from foredraft.errors import ConfigError, ContextLengthError, ShapeError, UnsupportedModelError
 from foredraft.testing import toy_model
+from generated import generated
 
 FORMS = {"tensor": lambda logits: logits, "object": lambda logits: SimpleNamespace(logits=logits)}
 
@@ -118,13 +119,13 @@ def test_a_wrapper_that_computes_is_read_through_and_one_that_does_not_comes_off
     model = target()
     biased = Around(model, 6.0)
     expected = naive(biased, PROMPT, 9)
-    assert expected != hf_greedy(model, PROMPT, 9)
+    assert expected != generated(model, PROMPT, 9)
     assert all_four(biased, drafter(), PROMPT)[:3] == [expected] * 3
     assert isinstance(ready(biased), PlainModule)
     parallel = nn.DataParallel(model)
     assert opened(parallel) is model
     assert adapter_of(parallel) is adapter_of(model)
-    assert all_four(parallel, drafter(), PROMPT)[0] == hf_greedy(model, PROMPT, 9)
+    assert all_four(parallel, drafter(), PROMPT)[0] == generated(model, PROMPT, 9)
     hooked = nn.DataParallel(model)
     hooked.register_forward_hook(lambda module, inputs, output: output)
     assert opened(hooked) is hooked

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from classic_models import PROMPT, drafter, hf_greedy, target
+from classic_models import PROMPT, drafter, target
 
 from foredraft.classic import last_trace
 from foredraft.classic.sampling import autoregressive_generate, speculative_generate
@@ -17,6 +17,7 @@ from foredraft.classic.utils.logits_processor import MultinomialProcessor
 from foredraft.errors import PromptError
 from foredraft.loading.adapters import ADAPTERS
 from foredraft.testing import toy_model
+from generated import generated
 
 
 def test_adapters_go_with_their_models() -> None:
@@ -80,7 +81,7 @@ def test_a_call_that_raises_leaves_its_steps() -> None:
 
 def test_threads_have_traces_of_their_own_and_share_models() -> None:
     prompts = [PROMPT[i:] for i in range(6)]
-    wanted = [hf_greedy(target(), prompt, 10) for prompt in prompts]
+    wanted = [generated(target(), prompt, 10) for prompt in prompts]
 
     def call(prompt: list[int]) -> tuple[list[int], int]:
         tokens, _ = speculative_generate(prompt, drafter(), target(), max_gen_len=10, eos_tokens_id=[], use_cache=True)

@@ -25,26 +25,18 @@ from foredraft.loading.adapters import shared_adapter
 from foredraft.model.execution.execution import choose_execution
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
+from generated import generated
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"max_tokens": 12, "temperature": 0.0}
 
 
 def plain(model: PreTrainedModel) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    return output[0, len(PROMPT) :].tolist()
+    return generated(model, PROMPT, 12)
 
 
 def hook(model: PreTrainedModel, **options: Any) -> Callable[[], list[int]]:
-    speculation = speculate("ngram", **options)
-    ids = torch.tensor([PROMPT])
-
-    def call() -> list[int]:
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-        return model.generate(ids, **given, custom_generate=speculation)[0, len(PROMPT) :].tolist()
-
-    return call
+    return functools.partial(generated, model, PROMPT, 12, custom_generate=speculate("ngram", **options))
 
 
 def llm(model: PreTrainedModel, **options: Any) -> Callable[[], list[int]]:
@@ -206,9 +198,7 @@ def test_rows_that_run_while_the_model_is_switched_leave_no_prefix() -> None:
     assert other == plain(model)
     again = face.generate(prompt, GREEDY)[0]
     assert again.num_cached_tokens <= len(PROMPT)
-    ids = torch.tensor([PROMPT * 4])
-    want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    assert list(again.outputs[0].token_ids) == want[0, ids.shape[1] :].tolist()
+    assert list(again.outputs[0].token_ids) == generated(model, PROMPT * 4, 12)
 
 
 # -- other changes ---------------------------------------------------------------------------------------------------

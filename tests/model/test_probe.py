@@ -195,13 +195,6 @@ NEED_FULL_ATTENTION = {mutation.apply for mutation in MUTATIONS if mutation.need
 BY_TURNS = sorted(ALWAYS)
 IN_TREES_ONLY = {mutation.apply for mutation in MUTATIONS if not mutation.in_chains}
 
-NOT_SEEN_AT_LOAD = {
-    "KVCache.kept and rollback": "only drafters that share the target's cache write over committed columns",
-    "KVCache.swap, fork, remove, reorder": "rows that come and go; a probe decodes two rows from beginning to end",
-    "Engine, Sampler, StopChecker": "they work on logits, which are right",
-}
-"""Faults of other lists, which no comparison of logits at load time can show, and why; their own tests find them."""
-
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
@@ -513,12 +506,6 @@ def test_a_model_that_does_not_run_reduced_is_probed_as_it_is() -> None:
         shifts_positions_behind_the_prefix(patch)
         with pytest.raises(ProbeError):
             load(model)
-
-
-def test_no_probe_leaves_no_verdict() -> None:
-    lm = CausalLM(build("llama", torch.float32), execution="eager", probe=False)
-    assert lm.probe is None
-    assert lm.supports_trees
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from foredraft.model.execution.packing import packable
 from foredraft.model.independence import quantised_layers
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.testing import toy_model
+from generated import generated
 
 IDS = torch.tensor([[10, 11, 12, 13]])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -41,14 +42,11 @@ def replaced(model: PreTrainedModel, new: Callable[[nn.Linear], nn.Module]) -> P
 
 
 def plain(model: PreTrainedModel) -> list[int]:
-    output = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=20, do_sample=False)
-    return output[0, IDS.shape[1] :].tolist()
+    return generated(model, IDS[0].tolist(), 20)
 
 
 def drafted(model: PreTrainedModel, **options: Any) -> list[int]:
-    given = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 20, "do_sample": False}
-    output = model.generate(IDS, **given, custom_generate=speculate(**{"method": "ngram", **options}))
-    return output[0, IDS.shape[1] :].tolist()
+    return generated(model, IDS[0].tolist(), 20, custom_generate=speculate(**{"method": "ngram", **options}))
 
 
 def assert_decoded_as_it_is(model: PreTrainedModel, **options: Any) -> None:

@@ -60,6 +60,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeProgram, "is_possible", False)
 
 
+@pytest.fixture
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process so far."""
+    monkeypatch.setattr(compiled_layers, "_graphs", {})
+
+
 def compiled(model: PreTrainedModel, **options: Any) -> CausalLM:
     """An adapter whose layers are compiled, as they are for the first long prompt."""
     lm = CausalLM(model, execution="compiled", **options)
@@ -163,8 +169,8 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
     assert seen
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     run = CompiledLayer._attend
     monkeypatch.setattr(CompiledLayer, "_attend", lambda self, *given: run(self, *given) * 1.1)
     lm = compiled(build("llama"), probe=False)
@@ -172,10 +178,10 @@ def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.Monk
     assert "differs from its modules" in lm.execution.describe()
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("trouble", ["unwritable", "no compiler", "torch"])
 def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     if trouble == "unwritable":
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
@@ -205,8 +211,8 @@ def test_small_models_and_machines_without_a_compiler_are_not_compiled_by_themse
     assert not worth_compiling([large])
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     mine = str(tmp_path / "mine")  # torch makes relative paths absolute when inductor is imported
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     model = build("llama")
@@ -222,9 +228,9 @@ def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkey
     assert compiled(model, probe=False).execution.num_compiled == 2
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.full
 def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     mine = str(tmp_path / "mine")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     made: list[CausalLM] = []
@@ -259,7 +265,6 @@ def compile_and_fork() -> tuple[int, int, int]:
         may_go_on.wait(60)
         return compile_segment(*given)
 
-    compiled_layers._graphs.clear()
     compiled_layers.compile_segment = compile_slowly
     thread = threading.Thread(target=lambda: made.append(compiled(build("llama"), probe=False)))
     thread.start()
@@ -276,5 +281,6 @@ def compile_and_fork() -> tuple[int, int, int]:
     return status_of(early), status_of(late), made[0].execution.num_compiled
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_processes_fork_while_and_after_layers_are_compiled() -> None:
     assert forked(compile_and_fork) == [(0, 0, 2)]
