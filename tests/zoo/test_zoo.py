@@ -334,18 +334,19 @@ def test_a_full_disk_leaves_nothing(site: Site, monkeypatch: pytest.MonkeyPatch)
     assert left(cache_folder("zoo")) == []
 
 
-def test_another_file_than_the_published_one_is_refused(site: Site) -> None:
-    with pytest.raises(CheckpointError, match=r"not the file that carrier 1.0 was published with .*--force-reinstall"):
-        conversion.converted(site.with_package(sha256="0" * 64))
-    assert left(cache_folder("zoo")) == []
-
-
-def test_other_weights_than_expected_are_refused(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("digest", "message"),
+    [
+        ("sha256", r"not the file that carrier 1.0 was published with .*--force-reinstall"),
+        ("weights_sha256", r"reads other weights from small.gguf .* install a version that foredraft"),
+    ],
+)
+def test_another_file_than_the_published_one_and_other_weights_than_expected_are_refused(
+    site: Site, digest: str, message: str
+) -> None:
     """A later `transformers` may read the file otherwise: then the model is not what its figures were measured on."""
-    with pytest.raises(
-        CheckpointError, match=r"reads other weights from small.gguf .* install a version that foredraft"
-    ):
-        conversion.converted(site.with_package(weights_sha256="0" * 64))
+    with pytest.raises(CheckpointError, match=message):
+        conversion.converted(site.with_package(**{digest: "0" * 64}))
     assert left(cache_folder("zoo")) == []
 
 

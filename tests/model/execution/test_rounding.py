@@ -217,16 +217,6 @@ def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(params: Samp
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantization", NAMES)
-def test_a_step_runs_in_one_call(quantization: str) -> None:
-    lm = CausalLM(toy_model(dtype=torch.float32), quantization=quantization)
-    assert lm.execution.program is not None, lm.execution.why_no_program
-    assert lm.execution.why_not_native() == ""
-    bits = lm.execution.bits_per_weight
-    assert bits < 32
-
-
-@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", CODES, ids=str)
 def test_rows_are_those_of_the_weight(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
