@@ -181,8 +181,8 @@ class TargetOptions:
             metavar="stored|dequantized",
             hidden=True,
             rich_help_panel=LOADING,
-            help="stored: compute with the quantised weights of a GGUF file as they are in the file, which is the default"
-            " on CPUs with kernels. dequantized: convert them to the dtype.",
+            help="stored: compute with the quantised weights of a GGUF file as they are in the file, the default on"
+            " CPUs with kernels. dequantized: convert them to the dtype.",
         ),
     ] = None
     kv_cache_dtype: Annotated[

@@ -60,8 +60,8 @@ def check_weights(weights: str | None, quantization: str | None) -> None:
     """
     if weights not in (None, STORED, DEQUANTIZED):
         raise ConfigError(
-            f"weights is {weights!r}; use {STORED!r}, {DEQUANTIZED!r} for weights converted to the dtype, or None, which "
-            f"is {STORED!r} for a GGUF file on a CPU with kernels"
+            f"weights is {weights!r}; use {STORED!r}, {DEQUANTIZED!r} for weights converted to the dtype, or None, "
+            f"which is {STORED!r} for a GGUF file on a CPU with kernels"
         )
     if weights == STORED and quantization is not None:
         raise ConfigError(
