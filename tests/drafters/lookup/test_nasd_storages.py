@@ -14,20 +14,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from drafting import StubRow, begin, end, made, started
-from foredraft import SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.nasd import NasdDrafter, NGramStorage
 from foredraft.engine.drafter import StepResult
 from foredraft.engine.engine import Engine
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.model.cache.prefixes import PrefixStore
-from foredraft.model.lm import CausalLM
-from foredraft.testing import toy_model
+from foredraft.testing import GREEDY, PROMPTS
 from foredraft.tree import DraftTree
-
-VOCAB_SIZE = 64
-PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), (7,), (5, 5, 5, 5, 5, 5))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
+from toys import VOCAB_SIZE, target
 
 
 def proposed(drafter: NasdDrafter, row: Any, budget: int = 9) -> tuple[int, ...]:
@@ -144,10 +139,10 @@ def test_a_prefix_that_is_reused_counts_once() -> None:
     assert num_observations(drafter, 1) == 1  # what was counted then is not here any more
 
 
-def test_a_text_that_goes_on_counts_once_with_what_ended_it(target: CausalLM) -> None:
+def test_a_text_that_goes_on_counts_once_with_what_ended_it() -> None:
     """The last step of a row, of which a drafter is told nothing, as well; but for its last token, in no cache."""
     drafter = made("nasd", 4, shared=True, filler_top_k=1)
-    engine = Engine(target, drafter, prefixes=PrefixStore(2))
+    engine = Engine(target(), drafter, prefixes=PrefixStore(2))
     (first,) = engine.add_request(PROMPTS[0], GREEDY)
     list(engine.run())
     (second,) = engine.add_request([*first.token_ids, 7, 5], GREEDY)
@@ -158,9 +153,9 @@ def test_a_text_that_goes_on_counts_once_with_what_ended_it(target: CausalLM) ->
     assert {token: num_observations(drafter, token) for token in known} == counted
 
 
-def test_a_prompt_that_was_not_read_to_its_end_does_not_count(target: CausalLM) -> None:
+def test_a_prompt_that_was_not_read_to_its_end_does_not_count() -> None:
     drafter = made("nasd", 4, shared=True, filler_top_k=1)
-    engine = Engine(target, drafter, EngineConfig(prefill_chunk_size=4), prefixes=PrefixStore(2))
+    engine = Engine(target(), drafter, EngineConfig(prefill_chunk_size=4), prefixes=PrefixStore(2))
     engine.add_request(PROMPTS[0], GREEDY)
     list(engine.run())
     before = num_observations(drafter, 3)
@@ -243,8 +238,3 @@ def test_files_of_another_vocabulary_or_of_other_ngrams_are_refused(tmp_path: Pa
     assert len(made("nasd", shared=True, ngram_size=3, vocab_size=5, state_file=path).learned or ()) == 6
     with pytest.raises(ConfigError, match="use the file with the model and options"):
         made("nasd", shared=True, state_file=path, **{"ngram_size": 3, "vocab_size": 5, **options})
-
-
-@pytest.fixture(scope="module")
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
