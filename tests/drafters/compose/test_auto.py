@@ -59,18 +59,6 @@ def test_a_free_arm_and_one_for_every_other_part() -> None:
     assert drafter(Says("c", 1), Says("d", 2), free=0).facts.arms == ("c", "d")
 
 
-def test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged() -> None:
-    parts = Says("a", 1, 2), Says("b", 1, 3), Says("c", 4)
-    one = drafter(*parts, free=2)
-    row = row_of(9)
-    (tree,) = one.propose([row], [DraftSize(5)])
-    assert parts[2].num_asked == 0
-    assert {tree.path_tokens(node) for node in range(len(tree))} == {(), (1,), (1, 2), (1, 3)}
-    (tree,) = one.propose([row], [size(5, arm=1)])
-    assert parts[2].num_asked == 1
-    assert tree.child(0, 4) is not None
-
-
 def test_composites_among_the_parts_are_not_told_the_way_of_the_whole() -> None:
     """Their own ways have other numbers."""
     inner = UnionDrafter([SuffixDrafter(), Says("b", 2)])
