@@ -305,34 +305,30 @@ def test_settings_out_of_range_are_refused(name: str, settings: dict[str, Any]) 
 # -- configuration ---------------------------------------------------------------------------------------------------
 
 
-def test_settings_arrive_at_the_policy() -> None:
-    config = SpeculativeConfig(
-        method="draft_model",
-        length_policy="acceptance",
-        length_policy_mode="paper",
-        draft_threshold=0.6,
-        initial_acceptance_rate=0.5,
-        target_acceptance_rate=0.7,
-        threshold_step=0.05,
-        acceptance_momentum=0.25,
-        threshold_momentum=0.75,
-    )
-    policy = config.options.new_policy(7)
-    assert isinstance(policy, Acceptance)
-    assert vars(policy) == vars(Acceptance(7, "paper", 0.6, 0.5, 0.7, 0.05, 0.25, 0.75))
-    assert policy.threshold(row()) == Threshold(0.6, 0.5)
-    egag = SpeculativeConfig(
-        method="draft_model",
-        length_policy="egag",
-        length_policy_mode="paper",
-        min_draft_tokens=2,
-        egag_ema_beta=0.9,
-    ).options.new_policy(6)
-    assert isinstance(egag, Egag)
-    assert vars(egag) == vars(Egag(6, "paper", 2, 0.9))
-    adaedl = SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options.new_policy(6)
-    assert isinstance(adaedl, AdaEDL)
-    assert vars(adaedl) == vars(AdaEDL(6, draft_threshold=0.7, entropy_scale=0.4))
+@pytest.mark.parametrize(
+    ("name", "keys", "unsaid"),
+    [
+        (
+            "acceptance",
+            {
+                "length_policy_mode": "paper",
+                "draft_threshold": 0.6,
+                "initial_acceptance_rate": 0.5,
+                "target_acceptance_rate": 0.7,
+                "threshold_step": 0.05,
+                "acceptance_momentum": 0.25,
+                "threshold_momentum": 0.75,
+            },
+            {},
+        ),
+        ("egag", {"length_policy_mode": "paper", "min_draft_tokens": 2, "egag_ema_beta": 0.9}, {}),
+        ("adaedl", {"entropy_scale": 0.4}, {"draft_threshold": 0.7}),
+    ],
+)
+def test_settings_arrive_at_the_policy(name: str, keys: dict[str, Any], unsaid: dict[str, Any]) -> None:
+    policy = SpeculativeConfig("draft_model", length_policy=name, **keys).options.new_policy(7)
+    assert type(policy) is POLICIES[name]
+    assert vars(policy) == vars(POLICIES[name](7, **keys, **unsaid))
 
 
 @pytest.mark.parametrize("alias", ["assistant_confidence_threshold", "draft_p_min", "spec_draft_p_min"])

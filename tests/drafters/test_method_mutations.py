@@ -20,7 +20,6 @@ import test_drafters
 import test_lookahead
 import test_ngram
 import test_self_draft
-import test_self_draft_state
 import test_suffix
 import test_swift
 import test_token_recycling
@@ -204,7 +203,7 @@ SELF_DRAFTING = (
     Mutant(
         "rows behind one that may not draft take its place",
         wrapped(SelfDrafter, "propose", _passing_over),
-        test_self_draft_state.test_a_row_that_may_not_draft_takes_nobodys_place,
+        test_self_draft.test_a_row_that_may_not_draft_takes_nobodys_place,
         (1,),
     ),
     Mutant(

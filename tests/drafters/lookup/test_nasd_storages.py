@@ -44,12 +44,6 @@ def test_a_single_level_knows_whole_contexts_alone(tokens: list[int], ngram_size
     assert proposed(drafter, started(drafter, *tokens)) == tuple(most[-1:])
 
 
-def test_levels_fall_back_and_a_single_level_does_not() -> None:
-    for storage, drafted in (("levels", (2, 8, 5)), ("single", ())):
-        drafter = made("nasd", 3, ngram_size=3, storage=storage)
-        assert proposed(drafter, started(drafter, 1, 2, 8, 1, 2, 8, 5, 1)) == drafted
-
-
 # --- unknown contexts ----------------------------------------------------------------------------------------------
 
 
@@ -77,13 +71,6 @@ def test_what_is_known_is_drafted_before_and_after_a_random_token() -> None:
     drafter = random_drafter(ngram_size=2)
     row = started(drafter, guess, 8, 9)
     assert proposed(drafter, row, 3) == (guess, 8, 9)
-
-
-def test_random_tokens_are_spread_over_the_vocabulary() -> None:
-    """1,200 draws of 64 tokens: each is missing with a chance of 6e-9."""
-    drafter = random_drafter()
-    drawn = {token for seed in range(200) for token in proposed(drafter, started(drafter, 1, 2, 3, seed=seed))}
-    assert drawn == set(range(VOCAB_SIZE))
 
 
 # --- one storage for all requests ----------------------------------------------------------------------------------
@@ -214,10 +201,6 @@ def cut(path: Path) -> None:
     [
         (cut, "cannot be read"),
         (lambda path: path.write_text("no tensors"), "cannot be read"),
-        (
-            lambda path: save_file({"candidates": np.zeros(3)}, path, {"format": "x"}),
-            "not a foredraft n-gram storage file",
-        ),
         (edited(tokens1=lambda tokens: tokens + 3), "inconsistent table"),
         (edited(sizes2=lambda sizes: sizes + 1), "inconsistent table"),
         (edited(weights1=lambda weights: -weights), "inconsistent table"),

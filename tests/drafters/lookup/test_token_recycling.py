@@ -97,13 +97,6 @@ def test_of_equal_tokens_the_accepted_node_counts() -> None:
     assert matrix.candidates[[5, 6, 0]].tolist() == [[7, 8], [3, 4], [-1, -1]]
 
 
-def test_a_text_goes_before_what_is_known() -> None:
-    matrix = AdjacencyMatrix(9, 3)
-    matrix.update([1], np.array([[4, 5, 6]]))
-    matrix.add_text([1, 2, 1, 5, 2, 1])
-    assert matrix.candidates[[1, 2, 5]].tolist() == [[5, 2, 4], [1, -1, -1], [2, -1, -1]]
-
-
 def test_rows_are_the_targets_candidates_along_prompt_and_tree() -> None:
     """After one step: candidates behind every prompt token, its text in front, and behind every node of the draft."""
     one = drafter(num_candidates=4, initial_state="prompt")
@@ -173,10 +166,6 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def foreign(path: Path) -> None:
-    save_file({"weight": np.zeros((5, 3), np.float32)}, path)
-
-
 def out_of_range(path: Path) -> None:
     _rewrite(path, lambda candidates: candidates * 2)
 
@@ -200,7 +189,6 @@ def _rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
         (Path.unlink, "cannot be read"),
         (truncated, "cannot be read"),
         (lambda path: path.write_text("no tensors"), "cannot be read"),
-        (foreign, "not a foredraft adjacency matrix file"),
         (out_of_range, "outside of 0..4"),
         (twins, "twice"),
         (another_type, "not an int32 matrix"),
