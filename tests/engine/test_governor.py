@@ -402,16 +402,6 @@ def test_a_running_row_comes_back_to_a_drafter_that_needs_its_text_alone(method:
 
 
 @pytest.mark.usefixtures("_clock")
-def test_faults_of_a_governed_drafter_end_nothing_but_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = Repeater([1, 2])
-    works = drafter.propose
-    monkeypatch.setattr(drafter, "propose", lambda rows, sizes: works(rows, sizes)[: rows[0].num_output_tokens < 5])
-    rows = rows_of(governed(drafter, contains_faults=True, max_num_seqs=1), PARAMS["greedy"])
-    assert [row.output_ids for row in rows] == plain("greedy")
-    assert any("0 drafts for" in row.stats.drafter_error for row in rows)
-
-
-@pytest.mark.usefixtures("_clock")
 def test_a_row_in_doubt_has_a_step_without_a_draft() -> None:
     """Token 63 is drafted, and makes everything behind it NaN, its siblings included."""
     model = toy_model(64, dtype=torch.float64)
