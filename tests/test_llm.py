@@ -383,7 +383,6 @@ def test_a_stream_says_who_proposed_what(plain: LLM) -> None:
 
 def test_characters_of_several_tokens_arrive_whole(llm: LLM) -> None:
     """A byte-level tokenizer splits an emoji: no delta may hold a replacement character."""
-    bias: dict[int, float] = {}
     forced = llm.tokenizer("😀😀")["input_ids"]
     assert len(forced) > 2
 
@@ -393,7 +392,7 @@ def test_characters_of_several_tokens_arrive_whole(llm: LLM) -> None:
         out[:, forced[place % len(forced)]] = 0
         return out
 
-    params = SamplingParams(temperature=0, max_tokens=len(forced), logits_processors=[follow], logit_bias=bias or None)
+    params = SamplingParams(temperature=0, max_tokens=len(forced), logits_processors=[follow])
     with llm.stream(STORY, params) as stream:
         pieces = [delta.text for delta in stream]
     assert "".join(pieces) == "😀😀"
@@ -458,7 +457,10 @@ def test_a_drafter_is_needed_for_draft_model() -> None:
         ),
         ({"quantization": "awq"}, "quantization is 'awq'.*pass the model"),
         ({"enforce_eager": True}, "enforce_eager=True: .*execution='eager'"),
-        ({"max_num_batched_tokens": 8192}, "max_num_batched_tokens=8192: .*prefill_chunk_size"),
+        *(
+            ({name: 256}, f"{name}=256: .*prefill_chunk_size")
+            for name in ("max_num_batched_tokens", "long_prefill_token_threshold", "chunked_prefill_size")
+        ),
         ({"swap_space": 4}, "swap_space=4: .*max_num_seqs"),
         ({"num_speculative_tokens": 4}, "num_speculative_tokens=4: .*speculative_config="),
         ({"max_num_seq": 4}, "LLM takes no 'max_num_seq'; did you mean 'max_num_seqs'"),

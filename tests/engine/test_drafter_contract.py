@@ -603,18 +603,6 @@ def test_a_drafter_that_cannot_run_is_refused_when_the_engine_is_made(facts: Any
         Engine(target(), drafter, CONTAINED)
 
 
-def test_a_drafter_that_cannot_say_what_it_needs_is_not_run() -> None:
-    """The set-up is wrong then: nothing is contained."""
-
-    def raising(*_: Any) -> Needs:
-        raise LookupError("no such layer")
-
-    drafter: Any = sound()
-    drafter.needs = raising
-    with pytest.raises(LookupError, match="no such layer"):
-        Engine(target(), drafter, CONTAINED)
-
-
 def test_something_else_than_a_drafter_is_refused() -> None:
     with pytest.raises(ConfigError, match="NGram cannot be a drafter"):
         Engine(target(), type("NGram", (), {"name": "x", "facts": DrafterFacts("x")})(), CONTAINED)

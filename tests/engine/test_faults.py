@@ -24,7 +24,7 @@ from foredraft.engine.row import RowState
 from foredraft.errors import MOST_CHARACTERS, NumericsError, PromptError, is_fatal, told
 from foredraft.model.lm import CausalLM
 from foredraft.serve.errors import ApiError
-from foredraft.testing import PerfectDrafter, check_drafter, toy_model
+from foredraft.testing import PerfectDrafter, toy_model
 from foredraft.tree import DraftTree
 from tiny import tiny
 
@@ -83,20 +83,6 @@ def test_a_failing_drafter_changes_no_token_and_rows_that_it_did_not_touch_are_d
         assert [record for record in caplog.messages if "out of ideas" in record] == caplog.messages[:1]
         assert 1 <= len(touched) <= 3
         assert sum(row.stats.num_draft_tokens for row in rows if row not in touched) > 0
-
-
-def test_drafting_ends_for_good_where_it_has_failed() -> None:
-    rows = run(failing(DRAFTERS["layer-skip"](), "propose", 2, RuntimeError("no"), after=True))
-    assert [row.stats.num_spec_steps for row in rows if row.stats.drafter_error] == [1, 1, 1]
-    assert all(row.stats.num_spec_steps > 1 for row in rows if not row.stats.drafter_error)
-
-
-def test_checks_of_drafters_stay_loud() -> None:
-    def make(depth: int) -> Drafter:
-        return failing(made("ngram", depth, prompt_lookup_min=1), "observe", 3, ValueError("loud"), after=False)
-
-    with pytest.raises(ValueError, match="loud"):
-        check_drafter(make, target(), depths=(2,))
 
 
 def always_failing(verb: str, fault: BaseException, which: Callable[[Any], bool] = lambda rows: True) -> Drafter:
@@ -184,15 +170,6 @@ def test_a_failing_processor_ends_its_row_alone(method: str) -> None:
     assert [row.finish_reason for row in rows] == ["length", "error", "length", "length", "length"]
     assert rows[1].stop_reason == "LookupError: no such state"
     assert not any(row.stats.drafter_error for row in rows)
-
-
-def test_scores_of_another_shape_are_a_fault() -> None:
-    def given(number: int) -> SamplingParams:
-        return replace(params(number), logits_processors=[lambda _, scores: scores[:, :3]] if number == 1 else ())
-
-    rows = run(EmptyDrafter(), given=given)
-    assert "returned (1, 3); it must return scores (1, 64)" in str(rows[1].stop_reason)
-    assert [row.output_ids for row in rows[2:]] == plain()[2:]
 
 
 def test_a_call_tells_which_of_its_rows_have_failed_and_raises_when_all_have() -> None:

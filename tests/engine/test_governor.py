@@ -104,9 +104,6 @@ def test_drafts_that_mostly_bring_nothing_are_made_for_those_that_are_sure() -> 
     assert never.run(governor(STEEP)) > 1.0 - BEARABLE
 
 
-# -- when it decides ---------------------------------------------------------------------------------------------------
-
-
 def taught(draft: Draft, curve: Mapping[int, float] = FLAT, level: float = 2.2, num_rows: int = 1) -> Governor:
     """A governor that has seen texts."""
     one = governor(curve)

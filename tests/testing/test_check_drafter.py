@@ -82,16 +82,6 @@ class _Around(NGramDrafter):
         self.depth = depth
 
 
-class DraftsTooDeep(_Around):
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
-        return DraftTree.chain(row.pending, range(budget + 1))
-
-
-class StartsElsewhere(_Around):
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
-        return DraftTree.root(row.pending + 1)
-
-
 class TouchesTheText(_Around):
     def propose_row(self, row: Row, budget: int) -> DraftTree:
         row.token_ids[0] += 1
@@ -108,11 +98,6 @@ class AsksTheTarget(_Around):
         lm = target()
         lm.forward(Nodes.from_chains([[1]]), lm.new_cache(1))
         return super().propose(rows, budgets)
-
-
-class LeavesTheVocabulary(_Around):
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
-        return DraftTree.chain(row.pending, [10_000][:budget])
 
 
 class StartsNothing(_Around):
@@ -145,11 +130,21 @@ class ShortensTheTargetsCache(_Around):
         return super().propose(rows, budgets)  # type: ignore[arg-type]
 
 
+WRONG: dict[str, Callable[[Row, int], DraftTree]] = {
+    "DraftsTooDeep": lambda row, budget: DraftTree.chain(row.pending, range(budget + 1)),
+    "StartsElsewhere": lambda row, budget: DraftTree.root(row.pending + 1),
+    "LeavesTheVocabulary": lambda row, budget: DraftTree.chain(row.pending, [10_000][:budget]),
+}
+
+
 @pytest.mark.parametrize(
     "broken",
     [
-        *(DraftsTooDeep, StartsElsewhere, TouchesTheText, LosesARow, AsksTheTarget, LeavesTheVocabulary),
-        *(StartsNothing, StartsWithTheFirstChunk, ShortensTheTargetsCache),
+        *(
+            type(name, (_Around,), {"propose_row": lambda self, row, budget, draft=draft: draft(row, budget)})
+            for name, draft in WRONG.items()
+        ),
+        *(TouchesTheText, LosesARow, AsksTheTarget, StartsNothing, StartsWithTheFirstChunk, ShortensTheTargetsCache),
     ],
 )
 def test_a_broken_drafter_is_found_out(broken: Any) -> None:
