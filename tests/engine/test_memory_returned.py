@@ -116,11 +116,10 @@ def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.M
 
 def test_a_pause_does_not_keep_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend, "IDLE_SECONDS", 0.5)
-    llm, gone = LLM(toy_model()), threading.Event()
+    llm, gone, before = LLM(toy_model()), threading.Event(), {*threading.enumerate()}
     llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=4))
-    thread = llm._runner._idle_thread
-    assert thread is not None
-    weakref.finalize(llm._runner, gone.set)
+    (thread,) = {*threading.enumerate()} - before
+    weakref.finalize(llm.target, gone.set)
     del llm
     gc.collect()
     assert gone.is_set()

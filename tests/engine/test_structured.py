@@ -81,15 +81,15 @@ def vocabulary() -> Any:
     from llguidance.hf import from_tokenizer
 
     made = base()
-    return from_tokenizer(made.tokenizer, n_vocab=made.target.vocab_size, eos_token=list(made._eos_token_ids))
+    return from_tokenizer(made.tokenizer, n_vocab=made.target.vocab_size, eos_token=list(made.eos_token_ids))
 
 
 def mask_after(wanted: StructuredOutputs, tokens: list[int]) -> np.ndarray:
     """By a matcher of its own, which has taken in the whole output and nothing else."""
     matcher = llguidance.LLMatcher(vocabulary(), written(wanted), log_level=0)
-    if tokens and tokens[-1] in base()._eos_token_ids:
+    if tokens and tokens[-1] in base().eos_token_ids:
         only = np.zeros(base().target.vocab_size, dtype=bool)
-        only[list(base()._eos_token_ids)] = True
+        only[list(base().eos_token_ids)] = True
         return only
     if not matcher.consume_tokens(tokens):
         return np.zeros(base().target.vocab_size, dtype=bool)
@@ -217,7 +217,7 @@ def test_the_budget_ends_within_forced_tokens() -> None:
 
 
 def grammars() -> Grammars:
-    return Grammars(base().tokenizer, base().target.vocab_size, base()._eos_token_ids)
+    return Grammars(base().tokenizer, base().target.vocab_size, base().eos_token_ids)
 
 
 @pytest.mark.sample(1)
@@ -227,7 +227,7 @@ def test_masks_on_a_tree_are_those_of_its_paths(name: str) -> None:
     rng = random.Random(name)
     wanted = WANTED[name]
     matching = grammars().matching(wanted)
-    ends = {*base()._eos_token_ids}
+    ends = {*base().eos_token_ids}
     output: list[int] = []
     for _ in range(12):
         tokens, parents = [1], [-1]
@@ -456,7 +456,7 @@ def test_a_grammar_that_was_much_used_is_compiled_anew(
 ) -> None:
     """What its matchers share grows with every mask; a server that had 64 such grammars kept gigabytes."""
     monkeypatch.setattr(grammars_module, "MOST_MASKS", 50)
-    made, rng, ends = grammars(), random.Random(1), {*base()._eos_token_ids}
+    made, rng, ends = grammars(), random.Random(1), {*base().eos_token_ids}
     for _ in range(10):
         row = made.matching(WANTED["regex"])
         for _ in range(20):
@@ -574,7 +574,7 @@ def test_a_choice_may_be_among_thousands() -> None:
         row.extend(base().tokenizer(text, add_special_tokens=False)["input_ids"])
         allowed = row.allowed(())
         assert allowed is not None, row.fault
-        assert allowed[list(base()._eos_token_ids)].all()
+        assert allowed[list(base().eos_token_ids)].all()
 
 
 def test_an_output_that_does_not_match_is_a_fault() -> None:

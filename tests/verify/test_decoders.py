@@ -92,15 +92,7 @@ class Decoder:
         asked += (params.presence_penalty, params.frequency_penalty, str(params.logit_bias), params.min_p)
         key = asked, tuple(output)
         if key not in self._distributions:
-            fields = [
-                "repetition_penalty",
-                "top_k",
-                "top_p",
-                "presence_penalty",
-                "frequency_penalty",
-                "logit_bias",
-                "min_p",
-            ]
+            fields = ("repetition_penalty", "top_k", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
             own = SamplingParams(
                 temperature=params.temperature or 1.0, **{name: getattr(params, name) for name in (*fields, "min_p")}
             )

@@ -209,6 +209,7 @@ class Odd(Server):
 
 @pytest.fixture
 def odd() -> Iterator[str]:
+    Odd.answer, Odd.headers_only = b"", False
     with served(Odd) as address:
         yield address
 
@@ -233,29 +234,28 @@ def odd() -> Iterator[str]:
     ],
 )
 def test_answers_that_are_none_are_said_by_what_is_wrong_with_them(
-    answer: bytes, is_cut_short: bool, said: str, odd: str, monkeypatch: pytest.MonkeyPatch
+    answer: bytes, is_cut_short: bool, said: str, odd: str
 ) -> None:
     """A connection that was closed in the middle, and fields of another type, ended the verification in a traceback;
     of a stream it was said that no server is running there."""
-    monkeypatch.setattr(Odd, "answer", answer)
-    monkeypatch.setattr(Odd, "headers_only", is_cut_short)
+    Odd.answer, Odd.headers_only = answer, is_cut_short
     with pytest.raises(ConfigError, match=said):
         ServerSubject(odd).generate([[5, 6]], [SamplingParams(temperature=0.0, max_tokens=2)])
 
 
-def test_choices_without_an_index_come_in_their_order(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_without_an_index_come_in_their_order(odd: str) -> None:
     params = SamplingParams(n=2, seed=1, max_tokens=1)
     for places, expected in ((("null", "null"), ["a", "b"]), ((1, 0), ["b", "a"]), (('"x"', 0), ["a", "b"])):
         choices = ",".join(f'{{"index": {place}, "text": "{text}"}}' for place, text in zip(places, "ab", strict=True))
-        monkeypatch.setattr(Odd, "answer", f'{{"choices": [{choices}]}}'.encode())
+        Odd.answer = f'{{"choices": [{choices}]}}'.encode()
         (answer,) = ServerSubject(odd).generate([[5]], [params])
         assert [sample.text for sample in answer.samples] == expected
 
 
-def test_a_text_that_ends_at_once_has_a_place_in_the_distribution(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_ends_at_once_has_a_place_in_the_distribution(odd: str) -> None:
     """A sample of no token, whose ids a server lists as none, left the whole distribution test out."""
     choices = [{"index": place, "token_ids": [7] if place else [], "text": "x" if place else ""} for place in range(16)]
-    monkeypatch.setattr(Odd, "answer", json.dumps({"choices": choices}).encode())
+    Odd.answer = json.dumps({"choices": choices}).encode()
     found, _ = draw(ServerSubject(odd), [5], SamplingParams(max_tokens=1), 0, num_samples=16, num_least=16)
     assert found == [(), *[(7,)] * 15]
 
