@@ -269,9 +269,7 @@ def test_a_model_that_is_not_installed_names_the_command(built: Site, tmp_path: 
 def test_a_missing_package_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.gguf.find_spec", lambda name: None)
     reason = conversion.why_missing(site.manifest)
-    assert reason.endswith(
-        "which needs gguf; install with: python -m pip install 'gguf>=0.17.1'"
-    )
+    assert reason.endswith("which needs gguf; install with: python -m pip install 'gguf>=0.17.1'")
 
 
 def test_what_is_converted_needs_nothing_any_more(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
