@@ -121,13 +121,15 @@ def no_warnings() -> Iterator[None]:
 
 
 @torch.no_grad()
-def load(header: Header, dtype: torch.dtype, config: Any = None, *, as_stored: bool = False) -> tuple[Any, str | None]:
+def load(
+    header: Header, dtype: torch.dtype, structure: Any = None, *, as_stored: bool = False
+) -> tuple[Any, str | None]:
     """Load the model, in evaluation mode. Call `check_readable` first.
 
     Args:
       header: header of the file.
       dtype: dtype of the weights.
-      config: result of `config_of`, if it was called before.
+      structure: the model on the meta device, made from the result of `config_of`, if it was built before.
       as_stored: make linear layers multiply by the quantised blocks of the file, on this CPU, instead of dequantising
         them.
 
@@ -136,11 +138,10 @@ def load(header: Header, dtype: torch.dtype, config: Any = None, *, as_stored: b
     Raises: CheckpointError, UnsupportedModelError, and exceptions of `transformers` for a file that it cannot read;
       ConfigError if no matrix in the file has a type with a kernel.
     """
-    config = config_of(header) if config is None else config
-    structure = without_weights(config)
+    structure = without_weights(config_of(header)) if structure is None else structure
     _check_sizes(structure, header)
     weights = read_weights(header, structure, dtype, as_stored=as_stored)
-    model, missing, _ = build(type(structure), config, weights.state, dtype)
+    model, missing, _ = build(type(structure), structure.config, weights.state, dtype)
     _check_complete(model, missing, header)
     model.config.name_or_path = model.name_or_path = str(header.path.parent)
     if ends := end_token_ids(header):

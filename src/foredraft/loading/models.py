@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -103,8 +102,8 @@ def load_model(
         if not is_whole:
             check_shards(source, front)
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
-    config_of = cache(partial(_config_of, source, front))
-    chosen = choose_dtype(dtype, place, stored, widest_dtype, partial(_without_weights, source, config_of))
+    structure = cache(partial(_without_weights, source, front))
+    chosen = choose_dtype(dtype, place, stored, widest_dtype, structure)
     tokenizer = load_tokenizer_of(source, part, front) if with_tokenizer else None
     types = None
     if is_whole:
@@ -112,7 +111,7 @@ def load_model(
             loaded, types = load_codes(source.location, source.revision, front, chosen)
     elif isinstance(front, Header):
         with as_checkpoint_error(source, "model"):
-            loaded, types = gguf_model.load(front, chosen, config_of(), as_stored=blocks is not None)
+            loaded, types = gguf_model.load(front, chosen, structure(), as_stored=blocks is not None)
     elif blocks is not None:
         with as_checkpoint_error(source, "model"):
             loaded, types = gguf_model.load(blocks, chosen, as_stored=True)
@@ -160,16 +159,16 @@ def load_tokenizer(tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase) 
     return tokenizer
 
 
-def load_tokenizer_of(source: Source, part: str = "target", header: Any = None) -> PreTrainedTokenizerBase | None:
+def load_tokenizer_of(source: Source, part: str = "target", front: Any = None) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a model; None if its directory contains none.
 
     Args:
       source: location of the model.
       part: "tokenizer" for a tokenizer that was given by itself.
-      header: header of its GGUF file, if it was read before.
+      front: header of its GGUF file, if it was read before.
     """
     if source.is_gguf:
-        return read_tokenizer(header if isinstance(header, Header) else _header(source))
+        return read_tokenizer(front if isinstance(front, Header) else _header(source))
     if source.name.startswith(ZOO):
         source = Source(str(zoo.path(source.name.split(" ")[0], "tokenizer")), source.name)
     if source.is_local and not has_tokenizer(source.location):
@@ -330,21 +329,18 @@ def _header(source: Source) -> Header:
     return read_header(location)
 
 
-def _config_of(source: Source, front: Any) -> Any:
-    """Return the configuration of transformers. For a GGUF file this takes seconds."""
-    if not isinstance(front, Header):
-        return front
+def _config_of(source: Source, header: Header) -> Any:
+    """Return the configuration of a GGUF file's model."""
     with as_checkpoint_error(source, "model"):
-        return gguf_model.config_of(front)
+        return gguf_model.config_of(header)
 
 
-def _without_weights(source: Source, config_of: Callable[[], Any]) -> torch.nn.Module:
+def _without_weights(source: Source, front: Any) -> Any:
     """Build the modules of a model on the meta device, without weights.
 
     Raises: CheckpointError, UnsupportedModelError.
     """
-    config = copy.deepcopy(config_of())
+    config = _config_of(source, front) if isinstance(front, Header) else copy.deepcopy(front)
     vars(config).pop("quantization_config", None)
     with as_checkpoint_error(source, "configuration"):
-        model: torch.nn.Module = without_weights(config, trust_remote_code=source.trust_remote_code)
-    return model
+        return without_weights(config, trust_remote_code=source.trust_remote_code)

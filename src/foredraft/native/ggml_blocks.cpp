@@ -73,7 +73,9 @@ void take_listed(const uint8_t* from, const int8_t* weights, int middle, uint8_t
 
 // Adds fifth bits, which four bytes contain, to 32 codes.
 void add_fifths(const uint8_t* from, uint8_t* codes) {
-  for (int64_t i = 0; i < 32; ++i) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
+  uint32_t bits;
+  memcpy(&bits, from, 4);
+  for (int i = 0; i < 32; ++i) codes[i] |= (bits >> i & 1) << 4;
 }
 
 // Reads scale and zero of a superblock, and those of its eight groups, which have six bits each.
@@ -158,32 +160,28 @@ void take_block(int64_t type, const uint8_t* from, Block& to) {
   }
 }
 
-void pack_row(const Matrix& matrix, int64_t type, const Shape& shape, const uint8_t* row, int64_t output) {
-  const Place place(matrix, output);
+// Packs block `number` of a row.
+void pack_block(const Matrix& matrix, const Shape& shape, const Block& block, int64_t number, const Place& place) {
   const int64_t groups = shape.size / shape.group;
-  Block block = {};
-  for (int64_t number = 0; number < matrix.inputs / shape.size; ++number) {
-    take_block(type, row + number * shape.bytes, block);
-    for (int64_t i = 0; i < shape.size; i += 8) place.write(number * shape.size + i, block.codes + i);
-    const int64_t first = place.of_group(number * groups);
-    if (shape.scale_kind == FLOAT32) ((float*)matrix.scales)[first] = block.wide_scale;
-    if (shape.scale_kind == FLOAT32) continue;
-    if (shape.scale_kind == FLOAT16) {
+  place.write_many(number * shape.size, block.codes, shape.size);
+  const int64_t first = place.of_group(number * groups);
+  switch (shape.scale_kind) {
+    case FLOAT32: ((float*)matrix.scales)[first] = block.wide_scale; return;
+    case FLOAT16:
       ((Float16*)matrix.scales)[first] = block.scale;
       if (shape.has_zeros) ((Float16*)matrix.zeros)[first] = block.zero;
-      continue;
-    }
-    const int64_t shared = (first / CODES_BLOCK >> matrix.half_shift) * CODES_BLOCK + place.lane;
-    ((Float16*)matrix.scale_halves)[shared] = block.scale;
-    if (shape.has_zeros) ((Float16*)matrix.zero_halves)[shared] = block.zero;
-    for (int64_t group = 0; group < groups; ++group) {
-      ((int8_t*)matrix.scales)[first + group * CODES_BLOCK] = block.multiples[group];
-      if (shape.has_zeros) ((int8_t*)matrix.zeros)[first + group * CODES_BLOCK] = block.zero_multiples[group];
-    }
+      return;
+  }
+  const int64_t shared = (first / CODES_BLOCK >> matrix.half_shift) * CODES_BLOCK + place.lane;
+  ((Float16*)matrix.scale_halves)[shared] = block.scale;
+  if (shape.has_zeros) ((Float16*)matrix.zero_halves)[shared] = block.zero;
+  for (int64_t group = 0; group < groups; ++group) {
+    ((int8_t*)matrix.scales)[first + group * CODES_BLOCK] = block.multiples[group];
+    if (shape.has_zeros) ((int8_t*)matrix.zeros)[first + group * CODES_BLOCK] = block.zero_multiples[group];
   }
 }
 
-template <typename T>
+template <bool HAS_ZEROS, typename T>
 void read_row(int64_t type, const Shape& shape, const uint8_t* row, int64_t inputs, T* out) {
   Block block = {};
   for (int64_t number = 0; number < inputs / shape.size; ++number, out += shape.size) {
@@ -191,12 +189,13 @@ void read_row(int64_t type, const Shape& shape, const uint8_t* row, int64_t inpu
     const float shared = shape.scale_kind == FLOAT32 ? block.wide_scale : value_of(block.scale);
     const float shared_zero = value_of(block.zero);
     const bool has_multiples = shape.scale_kind == MULTIPLES;
+    const Vector middle = all((float)shape.middle);
     for (int64_t group = 0; group < shape.size / shape.group; ++group) {
       const float scale = has_multiples ? shared * block.multiples[group] : shared;
       const float zero = has_multiples ? shared_zero * block.zero_multiples[group] : shared_zero;
-      for (int64_t i = group * shape.group, end = i + shape.group; i < end; ++i) {
-        const float value = (float)(block.codes[i] - shape.middle) * scale;  // rounded before the addition
-        store(out + i, shape.has_zeros ? value + zero : value);
+      for (int64_t i = group * shape.group, end = i + shape.group; i < end; i += LANES) {
+        const Vector value = (read(block.codes + i) - middle) * all(scale);  // rounded before the addition
+        write_first(out + i, HAS_ZEROS ? value + all(zero) : value, LANES);
       }
     }
   }
@@ -208,10 +207,25 @@ void read_row(int64_t type, const Shape& shape, const uint8_t* row, int64_t inpu
 extern "C" void foredraft_pack_blocks(const Matrix* matrix, int64_t type, const uint8_t* rows, const int64_t* order,
                                       int64_t first, int64_t count, int threads) {
   const Shape shape = shape_of(type);
-  const int64_t bytes = matrix->inputs / shape.size * shape.bytes;
-  share_each(count, threads, [=](int64_t i, int) {
-    pack_row(*matrix, type, shape, rows + (order ? order[i] : i) * bytes, first + i);
+  const int64_t blocks = matrix->inputs / shape.size, at_a_time = AT_A_TIME / shape.size;
+  share_blocks(first, count, threads, [=](int64_t row, int64_t num_rows) {
+    Block block = {};
+    for (int64_t begin = 0; begin < blocks; begin += at_a_time)
+      for (int64_t i = row; i < row + num_rows; ++i) {
+        const Place place(*matrix, first + i);
+        const uint8_t* from = rows + (order ? order[i] : i) * blocks * shape.bytes;
+        for (int64_t number = begin; number < least(begin + at_a_time, blocks); ++number) {
+          take_block(type, from + number * shape.bytes, block);
+          pack_block(*matrix, shape, block, number, place);
+        }
+      }
   });
+}
+
+template <typename T>
+void read_row(int64_t type, const Shape& shape, const uint8_t* row, int64_t inputs, T* out) {
+  if (shape.has_zeros) return read_row<true>(type, shape, row, inputs, out);
+  read_row<false>(type, shape, row, inputs, out);
 }
 
 // Dequantises rows of blocks, in float32 or half precision: (count, inputs). `order`: as above.

@@ -7,9 +7,12 @@
 #pragma once
 
 #include "abi.h"
+#include "threads.h"
 #include "whole_numbers.h"
 
 #include <string.h>
+
+enum { AT_A_TIME = 256 };  // inputs of a block of outputs that are written together, since they share lines
 
 struct Place {  // of an output
   int64_t inputs, groups, block, lane, bits;  // inputs: padded
@@ -24,6 +27,33 @@ struct Place {  // of an output
   int64_t of_group(int64_t group) const { return (block * groups + group) * CODES_BLOCK + lane; }
 
   uint8_t* line(int64_t number) const { return codes + (number * CODES_BLOCK + lane) * 4; }
+
+  // Writes codes, beginning at an input whose index is a multiple of a unit. `count` is a multiple of 8.
+  void write_many(int64_t input, const uint8_t* from, int64_t count) const {
+    if (bits == 5) return write_units<1>(input, from, count);
+    if (bits == 6) return write_units<2>(input, from, count);
+    for (int64_t i = 0; i < count; i += 8) write(input + i, from + i);
+  }
+
+  template <int SHARE>
+  void write_units(int64_t input, const uint8_t* from, int64_t count) const {
+    enum { SIZE = 32 / SHARE, LINES = SIZE / 8 };
+    int64_t i = 0;
+    for (; i + SIZE <= count; i += SIZE) {
+      const int64_t unit = (input + i) / SIZE * (LINES + 1);
+      uint32_t upper = 0;
+      for (int at = 0; at < LINES; ++at) {
+        uint32_t first, second;
+        memcpy(&first, from + i + 8 * at, 4), memcpy(&second, from + i + 8 * at + 4, 4);
+        const uint32_t lower = (first & 0x0f0f0f0f) | (second & 0x0f0f0f0f) << 4;
+        memcpy(line(unit + at), &lower, 4);
+        const uint32_t mask = SHARE == 1 ? 0x01010101 : 0x03030303;
+        upper |= (first >> 4 & mask) << 2 * at * SHARE | (second >> 4 & mask) << (2 * at + 1) * SHARE;
+      }
+      memcpy(line(unit + LINES), &upper, 4);
+    }
+    for (; i < count; i += 8) write(input + i, from + i);
+  }
 
   // Writes eight codes, beginning at an input whose index is a multiple of 8. The eight codes of a unit that come first
   // clear its upper bits, so units are written from their beginning.
@@ -49,3 +79,14 @@ struct Place {  // of an output
     memcpy(to, &upper, 4);
   }
 };
+
+// Calls work(row, rows) for ranges of `count` rows, the outputs `first` and following of a matrix. A range is within one
+// block of outputs, so that no two threads write to the same lines.
+template <typename Work>
+static inline void share_blocks(int64_t first, int64_t count, int threads, const Work& work) {
+  const int64_t before = first / CODES_BLOCK, behind = (first + count + CODES_BLOCK - 1) / CODES_BLOCK;
+  share_each(behind - before, threads, [&](int64_t number, int) {
+    const int64_t begin = (before + number) * CODES_BLOCK - first, row = begin < 0 ? 0 : begin;
+    work(row, least(begin + CODES_BLOCK, count) - row);
+  });
+}
