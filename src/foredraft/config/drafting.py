@@ -133,7 +133,7 @@ class ModelOptions(Options):
 
     model: Any = option(
         anything("path, hub id, zoo:NAME or a loaded model"),
-        help="the drafter; by default the one that is included with a model of the zoo",
+        help="the drafter; by default the drafter that is included with a model of the zoo",
     )
     revision: Any = option(anything("branch, tag or commit"), help="revision of a drafter from the hub")
     dtype: Any = option(
