@@ -55,9 +55,7 @@ class BenchOptions(TargetOptions):
     ] = "all"
     draft_model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", rich_help_panel=DRAFTING, help="Smaller model for drafting. zoo:tiny includes one."
-        ),
+        typer.Option(metavar="MODEL", rich_help_panel=DRAFTING, help="Smaller model for drafting. zoo:tiny has one."),
     ] = None
     threads: Annotated[int | None, typer.Option(help="Threads. Default: torch decides.", min=1)] = None
     num_prompts: Annotated[int, typer.Option(help="Number of prompts, of all kinds in turn.", min=1)] = 9
