@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from foredraft.methods import KeyEntry, key_entries, methods
+from foredraft.methods.lengths import LengthOptions
 
 DOCS = Path(__file__).parent
 SHARED = DOCS / "speculative_config.md"
@@ -20,6 +22,8 @@ BEGIN, END = "<!-- made by docs/make_keys.py", "<!-- end -->"
 PART = re.compile(rf"({BEGIN}(?:, keys of ([^>]*))? -->\n).*?({END}\n)", re.DOTALL)
 """What is made of a page: other names of methods and shared keys, or the keys of the methods that are named."""
 WIDTH = 120
+LENGTH_KEYS = {field.name for field in fields(LengthOptions)} - {"length_policy"}
+"""Keys that only some length policies read."""
 
 
 def pages() -> dict[Path, str]:
@@ -48,9 +52,24 @@ def _shared(entries: Iterable[KeyEntry]) -> str:
     groups: dict[tuple[str, ...], list[KeyEntry]] = {}
     for entry in entries:
         groups.setdefault(tuple(entry.defaults), []).append(entry)
+    about = "Keys that several methods share, first by method, then one by one:"
+    lines += ["", about, "", *_keys_by_method(groups)]
     for names, its_entries in groups.items():
-        lines += ["", *_wrapped(f"**{_owners(names)}**"), "", *_items(its_entries)]
+        lines += ["", *_wrapped(f"**{_quoted(names)}**"), "", *_items(its_entries)]
     return "\n".join(lines) + "\n"
+
+
+def _keys_by_method(groups: dict[tuple[str, ...], list[KeyEntry]]) -> list[str]:
+    """Table of the shared keys of each method. Methods with the same keys share a line."""
+    names_of: dict[tuple[str, ...], list[str]] = {}
+    for method in methods():
+        entries = [entry for names, its_entries in groups.items() if method in names for entry in its_entries]
+        keys = dict.fromkeys(entry.name for entry in entries if entry.name not in LENGTH_KEYS)
+        policies = ["[keys of length policies](length_policies.md)"] * any(e.name in LENGTH_KEYS for e in entries)
+        if keys:
+            names_of.setdefault((_quoted(keys), *policies), []).append(method)
+    rows = [f"| {_quoted(names)} | {', '.join(keys)} |" for keys, names in names_of.items()]
+    return ["| methods | shared keys |", "|---|---|", *rows]
 
 
 def _own(names: set[str], entries: Iterable[KeyEntry]) -> str:
@@ -66,14 +85,6 @@ def _items(entries: Iterable[KeyEntry], num_methods: int = 1) -> list[str]:
         notes = f"{of}{default[2:]}" if entry.values == "true or false" else f"{of}{entry.values}{default}"
         lines += _wrapped(f"- `{entry.name}`: {entry.help} ({notes})")
     return lines
-
-
-def _owners(names: tuple[str, ...]) -> str:
-    drafting = [name for name in methods() if name != "none"]
-    others = [name for name in drafting if name not in names]
-    if not others:
-        return "All methods"
-    return _quoted(names) if len(others) > len(names) else f"All but {_quoted(others)}"
 
 
 def _wrapped(line: str) -> list[str]:

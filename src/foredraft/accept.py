@@ -142,7 +142,7 @@ def _listed(logits: Logits) -> NodeLogits:
 
 
 def _accept_sampled(rule: str, row: Row, tree: DraftTree, logits: Tensor, limits: TypicalLimits | None) -> Verdict:
-    """Apply a rule other than `match` to a row that samples; ``logits`` (N, V) are those of its nodes."""
+    """Apply a rule other than `match` to a row that samples; ``logits`` (N, V) are the logits of the row's N nodes."""
 
     def target_probs(node: int) -> Tensor:
         return probs(logits[node : node + 1], [row.sampler], [tree.path_tokens(node)])[0]

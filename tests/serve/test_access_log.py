@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,25 @@ def test_it_can_be_turned_off(start: Callable[..., Running], caplog: pytest.LogC
     with caplog.at_level("INFO", "foredraft.serve"):
         start(access_log=False).post("/v1/completions", **BODY)
     assert lines(caplog) == []
+
+
+@pytest.mark.parametrize(("is_ready", "num_lines"), [(False, 0), (True, 1)])
+def test_refusals_have_lines_only_once_the_server_is_ready(
+    caplog: pytest.LogCaptureFixture, is_ready: bool, num_lines: int
+) -> None:
+    """A client that waits for the server asks every second: it filled the log with lines of status 503."""
+    log = AccessLog(is_shown=True)
+    log.is_ready = is_ready
+
+    async def refused(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 503, "headers": []})
+
+    async def call(scope: Any = None) -> Any:
+        return None
+
+    with caplog.at_level("INFO", "foredraft.serve"):
+        asyncio.run(log.around(refused)({"type": "http", "method": "GET", "path": "/v1/models"}, call, call))
+    assert len(lines(caplog)) == num_lines
 
 
 def test_paths_of_clients_break_no_line() -> None:

@@ -156,7 +156,7 @@ def test_a_sound_drafter_passes_the_same_short_check(capsys: pytest.CaptureFixtu
     """The control of the tests above. What was shown is printed, and returned."""
     shown = check_drafter(_Around, target(), depths=(2,))
     assert capsys.readouterr().out == f"{shown}\n"
-    assert str(shown).startswith(f"ngram: {shown.num_rows} rows in {shown.num_runs} runs, 40 of them governed. The")
+    assert str(shown).startswith(f"ngram: {shown.num_rows} rows in {shown.num_runs} runs; 40 rows were governed. The")
     assert shown.num_chains > 0
     assert shown.num_trees == 0
     assert 0 < shown.num_accepted <= shown.num_drafted

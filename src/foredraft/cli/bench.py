@@ -55,9 +55,7 @@ class BenchOptions(TargetOptions):
     ] = "all"
     draft_model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", rich_help_panel=DRAFTING, help="Smaller model for drafting. Zoo models have one."
-        ),
+        typer.Option(metavar="MODEL", rich_help_panel=DRAFTING, help="Smaller model for drafting. zoo:tiny has one."),
     ] = None
     threads: Annotated[int | None, typer.Option(help="Threads. Default: torch decides.", min=1)] = None
     num_prompts: Annotated[int, typer.Option(help="Number of prompts, of all kinds in turn.", min=1)] = 9
@@ -87,7 +85,7 @@ class BenchOptions(TargetOptions):
         typer.Option(
             "--stop-at-eos/--ignore-eos",
             hidden=True,
-            help="End with the model, or at --max-new-tokens. Default: with the model, except for toys.",
+            help="End outputs at EOS, or only at --max-new-tokens. Default: at EOS, except for toy models.",
         ),
     ] = None
     prompts_file: Annotated[
@@ -98,7 +96,7 @@ class BenchOptions(TargetOptions):
     ] = None
     kinds: Annotated[
         str | None,
-        typer.Option(metavar="KIND,...", help="Kinds of prompts to use; again: a repeated question."),
+        typer.Option(metavar="KIND,...", help="Kinds of prompts, such as chat, code or again (a repeated question)."),
     ] = None
     temperature: Annotated[float, typer.Option(rich_help_panel=SAMPLING, help="0 is greedy.", min=0.0)] = 0.0
     top_p: Annotated[float, typer.Option(hidden=True, rich_help_panel=SAMPLING, help="1 is off.", min=0.0, max=1.0)] = (

@@ -56,11 +56,11 @@ def chat(
     drafting: DraftingOptions,
     system: Annotated[str | None, typer.Option(help="System message. Not every chat template supports it.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Most tokens per answer. Default: the model's, else {ANSWER_TOKENS}.")
+        int | None, typer.Option(min=1, help=f"Limit on tokens per answer. Default: the model's, else {ANSWER_TOKENS}.")
     ] = None,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"],
     max_model_len: Annotated[
-        int | None, typer.Option(rich_help_panel=LIMITS, help="Most tokens of the conversation.")
+        int | None, typer.Option(rich_help_panel=LIMITS, help="Limit on tokens of the conversation.")
     ] = None,
     loading: Loading,
     as_json: AsJson = False,

@@ -44,11 +44,11 @@ class ChoosingOptions(TargetOptions):
             "--prompts-file",
             "--prompts",
             metavar="FILE",
-            help="Typical prompts: JSONL or .txt. Default: built-in ones of nine kinds.",
+            help="Typical prompts: JSONL or .txt. Default: built-in prompts of nine kinds.",
         ),
     ] = None
     kinds: Annotated[str | None, typer.Option(metavar="KIND,...", hidden=True, help="Kinds of prompts to use.")] = None
-    num_prompts: Annotated[int, typer.Option(help="Most prompts, of all kinds in turn.", min=2)] = 27
+    num_prompts: Annotated[int, typer.Option(help="Limit on prompts, which are of all kinds in turn.", min=2)] = 27
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.", min=4)] = 64
     methods: Annotated[
         str | None,
@@ -81,7 +81,8 @@ class ChoosingOptions(TargetOptions):
         ),
     ] = 120.0
     fresh: Annotated[
-        bool, typer.Option("--fresh", hidden=True, help="Measure costs again instead of using those of an earlier run.")
+        bool,
+        typer.Option("--fresh", hidden=True, help="Measure costs again instead of using the costs of an earlier run."),
     ] = False
     seed: Annotated[
         int, typer.Option(hidden=True, rich_help_panel=SAMPLING, help="Seed of sampling and of intervals.", min=0)

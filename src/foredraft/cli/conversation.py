@@ -161,7 +161,7 @@ class Conversation:
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens of the conversation; None without a limit."""
+        """Limit on tokens of the conversation; None without a limit."""
         return self.llm.engine_config.max_model_len or self.llm.target.context_length
 
     # -- answers -----------------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ def build_(
     tokenizer: Tokenizer = None,
     field: Field = "text",
     memory: Memory = 2.0,
-    restart: Annotated[bool, typer.Option("--restart", help="Delete the folder's content and start again.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Delete the folder's content and build from the beginning.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Build a datastore from corpora. After an interrupt, the same command continues."""

@@ -30,11 +30,11 @@ def demo(
     *,
     questions: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[QUESTION]...", help="Questions to ask instead of the built-in ones."),
+        typer.Argument(metavar="[QUESTION]...", help="Questions to ask instead of the built-in questions."),
     ] = None,
     model: ModelChoice,
     drafting: DraftingOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.", min=2)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Limit on tokens per answer.", min=2)] = 128,
     sampling: Annotated[SamplingOptions, "temperature"],
     seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING, help="Seed of sampling, for both.")] = 0,
     num_prompts: Annotated[

@@ -117,7 +117,7 @@ def _lanes(console: Console, answer: BothAnswers, room: int | None = None) -> Re
     """Both answers, side by side if there is space.
 
     Args:
-      room: most lines; the last ones are shown.
+      room: limit on lines; the last lines are shown.
     """
     if console.width < _NARROW:
         half = None if room is None else max(1, room // 2 - 2)

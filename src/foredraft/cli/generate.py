@@ -57,7 +57,7 @@ def generate(
     drafting: DraftingOptions,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Most tokens per sample. Default: the model's or {DEFAULTS.max_tokens}."),
+        typer.Option(min=1, help=f"Limit on tokens per sample. Default: the model's or {DEFAULTS.max_tokens}."),
     ] = None,
     sampling: SamplingOptions,
     chat: Chat = False,
@@ -170,7 +170,7 @@ def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: T
 BATCH = 32
 """Prompts per batch. A batch is generated again if a machine fails or the command is interrupted."""
 RETRIES = 3
-"""Most failures of machines per batch."""
+"""Limit on failures of machines per batch."""
 ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "generation_config")
 """Options of `LLM` that change the output. Drafting does not."""
 WITHOUT = ("metrics", "timings")

@@ -20,7 +20,7 @@ PANELS = (BASICS, DRAFTING, SAMPLING, OUTPUT, LOADING, LIMITS)
 
 HELP_ALL = "--help-all"
 WIDEST = 100
-"""Most columns of the help."""
+"""Limit on columns of the help."""
 _NAMES = 31
 """Columns of the names of options; the explanation of a longer one begins on the next line."""
 

@@ -54,7 +54,7 @@ def info(
     context: Annotated[int, typer.Option(help="Tokens in the cache when a step is timed.", min=1)] = CONTEXT,
     repeats: Annotated[int, typer.Option(hidden=True, help="Timings per draft size.", min=1)] = REPEATS,
     keys: Annotated[
-        bool, typer.Option("--keys", help="List the methods and their keys, or those of --method.")
+        bool, typer.Option("--keys", help="List the methods and their keys, or the keys of --method.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

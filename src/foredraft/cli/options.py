@@ -241,11 +241,11 @@ Loading = Annotated[LoadingOptions, "dtype", "device", "execution", "quantizatio
 class EngineOptions:
     """Limits of rows and memory: fields of `EngineConfig`."""
 
-    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=LIMITS, help="Most sequences decoded at once.")] = (
+    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=LIMITS, help="Limit on sequences decoded at once.")] = (
         EngineConfig.max_num_seqs
     )
     max_model_len: Annotated[
-        int | None, typer.Option(rich_help_panel=LIMITS, help="Most tokens of prompt and output together.")
+        int | None, typer.Option(rich_help_panel=LIMITS, help="Limit on tokens of prompt and output together.")
     ] = None
     max_kv_bytes: Annotated[
         str | None,

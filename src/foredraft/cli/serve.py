@@ -93,26 +93,34 @@ def serve(
     num_cached_prefixes: Annotated[
         int,
         typer.Option(
-            rich_help_panel=LIMITS, help="Finished requests whose cache is kept for prompts with the same beginning."
+            rich_help_panel=LIMITS,
+            help="Number of finished requests whose cache is kept for prompts with the same beginning.",
         ),
     ] = 8,
     max_queued_requests: Annotated[
-        int, typer.Option(min=-1, rich_help_panel=LIMITS, help="Most waiting requests; others get 429. -1: no limit.")
+        int,
+        typer.Option(
+            min=-1, rich_help_panel=LIMITS, help="Limit on waiting requests; requests beyond it get 429. -1: no limit."
+        ),
     ] = DEFAULTS.max_queued_requests or 0,
     max_queued_tokens: Annotated[
         int,
         typer.Option(
-            min=-1, hidden=True, rich_help_panel=LIMITS, help="Most prompt tokens of waiting requests; -1: no limit."
+            min=-1,
+            hidden=True,
+            rich_help_panel=LIMITS,
+            help="Limit on prompt tokens of waiting requests; -1: no limit.",
         ),
     ] = -1,
     max_body_bytes: Annotated[
-        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Most bytes of a request; larger ones get 413.")
+        int,
+        typer.Option(hidden=True, rich_help_panel=LIMITS, help="Limit on bytes of a request; larger requests get 413."),
     ] = DEFAULTS.max_body_bytes,
     max_n: Annotated[
-        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Most samples per prompt.")
+        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Limit on samples per prompt.")
     ] = DEFAULTS.max_n,
     max_logprobs: Annotated[
-        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Most alternatives per token (top_logprobs).")
+        int, typer.Option(hidden=True, rich_help_panel=LIMITS, help="Limit on alternatives per token (top_logprobs).")
     ] = DEFAULTS.max_logprobs,
     request_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", rich_help_panel=LIMITS, help="Longest time per request.")
@@ -169,7 +177,7 @@ def serve(
             metavar="SECONDS",
             min=LEAST_STALL_SECONDS,
             hidden=True,
-            help="With --replicas: silence after which the requests of a replica move to others. Default: "
+            help="With --replicas: silence after which the requests of a replica move to other replicas. Default: "
             f"{FailoverSettings.stall_timeout:g}.",
         ),
     ] = None,

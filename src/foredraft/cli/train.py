@@ -89,7 +89,7 @@ def train(
     total_variation: Annotated[
         float, typer.Option(metavar="SHARE", hidden=True, help="draft_model: share in the loss; the rest is KL.")
     ] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per generated answer.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Limit on tokens per generated answer.")] = 256,
     held_out: Annotated[int, typer.Option(metavar="N", help="Use one prompt in N for measurements only.")] = 64,
     evaluate_tokens: Annotated[int, typer.Option(hidden=True, help="Answer tokens between measurements.")] = 100_000,
     patience: Annotated[int, typer.Option(help="Stop after this many measurements without progress; 0: never.")] = 5,

@@ -27,7 +27,7 @@ def trajectory(
             metavar="repeat|prompt|random", help="First guess: the last token, tokens of the prompt, or random tokens."
         ),
     ] = "repeat",
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of the output.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Limit on tokens of the output.")] = 64,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "seed"],
     chat: Chat = False,
     raw: Raw = False,

@@ -36,7 +36,7 @@ class TreeOptions(TuneOptions):
     nodes: Annotated[
         int | None, typer.Option(help="Nodes of the tree with its root. Default: the fastest number.", min=2)
     ] = None
-    max_nodes: Annotated[int, typer.Option(help="Most nodes to consider, with the root.", min=2)] = 64
+    max_nodes: Annotated[int, typer.Option(help="Limit on nodes to consider, root included.", min=2)] = 64
     repeats: Annotated[int, typer.Option(help="Timings per size; the shortest counts.", min=1)] = 9
     seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0)] = 0
 

@@ -39,17 +39,19 @@ def policy_choice(names: tuple[str, ...], aliases: Mapping[str, str]) -> Any:
 def draft_length(default: int, least: int = 0) -> Any:
     """Define the field ``num_speculative_tokens``."""
     plain = "" if least else "; 0 is plain decoding"
-    return option(whole(least), default, f"most drafted tokens per step along one path, bonus token excluded{plain}")
+    return option(
+        whole(least), default, f"limit on drafted tokens per step along one path, bonus token excluded{plain}"
+    )
 
 
-def node_limit(default: int | None = None, help: str = "most nodes of a draft tree, root included") -> Any:
+def node_limit(default: int | None = None, help: str = "limit on nodes of a draft tree, root included") -> Any:
     """Define the field ``max_draft_nodes``."""
     return option(whole(2), default, help)
 
 
 def branches(default: int = 1) -> Any:
     """Define the field ``num_draft_branches``."""
-    return option(whole(1), default, "most siblings per drafted position; 1 drafts chains")
+    return option(whole(1), default, "limit on siblings per drafted position; 1 drafts chains")
 
 
 def depth_within(length: int, max_nodes: int | None, num_branches: int) -> int:
@@ -87,7 +89,7 @@ class DraftOptions(Options):
 
     @property
     def num_branches(self) -> int:
-        """Most siblings per drafted position."""
+        """Limit on siblings per drafted position."""
         return 1
 
     @property
@@ -131,7 +133,7 @@ class ModelOptions(Options):
 
     model: Any = option(
         anything("path, hub id, zoo:NAME or a loaded model"),
-        help="the drafter; by default the one that is included with a model of the zoo",
+        help="the drafter; by default the drafter that is included with a model of the zoo",
     )
     revision: Any = option(anything("branch, tag or commit"), help="revision of a drafter from the hub")
     dtype: Any = option(

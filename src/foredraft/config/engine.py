@@ -130,7 +130,7 @@ class EngineConfig:
     """Configuration of scheduling and verification.
 
     Args:
-      max_num_seqs: most rows that run at once.
+      max_num_seqs: limit on rows that run at once.
       max_model_len: limit of prompt and output together; by default the model's context length.
       prefill_chunk_size: prompt tokens of one row per prefill step. Running rows wait for at most this many tokens, so
         smaller chunks mean shorter pauses and a longer time to first token.
@@ -139,7 +139,7 @@ class EngineConfig:
         bit the output of plain decoding, for any draft, and drafts have at most 64 nodes. Other models agree up to
         rounding. With "relaxed", drafts have any size, and all models agree up to rounding.
       typical: limits of the rule "typical".
-      max_kv_bytes: most memory for the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of the
+      max_kv_bytes: limit on memory for the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of the
         memory available on the model's device when the engine is made. Rows wait or are preempted to keep within it. A
         request without an output limit ends when it alone would exceed it. None for no limit.
       contains_faults: limit the effect of exceptions. An exception in a drafter ends drafting for the rows that it was
@@ -195,7 +195,7 @@ class Promise:
 
     Attributes:
       keeps_bits: whether log-probabilities also have the bits of plain decoding.
-      max_nodes: most nodes of a draft that the guarantee covers, root included.
+      max_nodes: limit on nodes of a draft that the guarantee covers, root included.
     """
 
     kind: Literal["native", "near-ties"]

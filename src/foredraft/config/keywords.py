@@ -20,7 +20,7 @@ P = ParamSpec("P")
 NEAR = 0.6
 """Smallest similarity, 0 to 1, at which a name is suggested."""
 MOST_LISTED, NUM_NEAREST = 12, 5
-"""Most names that an error lists completely, and number of nearest names that it lists otherwise."""
+"""Limit on names that an error lists completely, and number of nearest names that it lists otherwise."""
 PAGES = {"SamplingParams": "docs/sampling.md", "SpeculativeConfig": "docs/speculative_config.md", "LLM": "help(LLM)"}
 """Places that list all keys, by the name of the config."""
 
@@ -151,7 +151,7 @@ def ints_of(values: Iterable[Any]) -> list[int]:
 
 
 _MOST_SHOWN = 200
-"""Most characters of a value that an error shows."""
+"""Limit on characters of a value that an error shows."""
 
 
 def shown(value: Any, most: int = _MOST_SHOWN) -> str:

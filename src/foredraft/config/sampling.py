@@ -18,10 +18,10 @@ MIN_TEMPERATURE = 1e-5
 """Smallest temperature other than 0. In float32, sampling at a lower temperature is the same as greedy decoding."""
 
 MAX_DIGITS = 20
-"""Most digits of a token id that is given as text. Python converts no more than 4,300 digits to a number."""
+"""Limit on digits of a token id that is given as text. Python converts no more than 4,300 digits to a number."""
 
 MAX_NAMED = 10
-"""Most token ids that an error message lists."""
+"""Limit on token ids that an error message lists."""
 
 
 class UnsetFloat(float):
@@ -83,8 +83,8 @@ class SamplingParams:
       stop_token_ids: tokens that end the output, in addition to EOS.
       include_stop_str_in_output: keep the stop string in the text.
       min_tokens: number of output tokens before which EOS and stop tokens are impossible.
-      max_tokens: most output tokens, or None for as many as the context allows. 0 only reads the prompt, and requires
-        ``prompt_logprobs``. Alias: ``max_new_tokens``.
+      max_tokens: limit on output tokens, or None for as many as the context allows. 0 only reads the prompt, and
+        requires ``prompt_logprobs``. Alias: ``max_new_tokens``.
       logit_bias: mapping from token id to a number that is added to its logit. -inf bans the token.
       allowed_token_ids: the only tokens that may be chosen, None for all. EOS has to be listed as well.
       bad_words: strings that must not occur. `LLM` turns them into ``bad_words_ids`` with the tokenizer.

@@ -273,8 +273,8 @@ def _check_available(name: str) -> None:
     what = method_not_here(name)
     if what is not None and name not in methods():
         raise ConfigError(
-            f"method {name!r} ({what}) is not available in this version; choose one of {', '.join(methods())}, or "
-            "compare those that fit with foredraft bench --methods all --model MODEL"
+            f"method {name!r} ({what}) is not available in this version; choose one of {', '.join(methods())}; "
+            "foredraft bench --methods all --model MODEL compares the methods that work with your model"
         )
 
 

@@ -14,7 +14,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 """Fields that define the constraint; exactly one of them is given."""
 
 MAX_CHARACTERS = 1 << 18
-"""Most characters of a constraint, counted as text."""
+"""Limit on characters of a constraint, counted as text."""
 
 
 @dataclass(frozen=True, repr=False)

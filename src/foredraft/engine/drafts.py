@@ -385,9 +385,9 @@ class Drafts:
         totals, drawn = probs[sorted({*parents})].sum(-1), probs[parents, tokens]
         if not bool((totals - 1.0).abs().amax() <= ROUNDING) or not bool(drawn.amin() > 0.0):
             raise TreeError(
-                f"draft probabilities of nodes with children add up to {totals.tolist()}, and those of the drafted "
-                f"tokens are {drawn.tolist()}; give the distributions that the tokens were drawn from, after "
-                "temperature, top-k, top-p and any restriction, or none for a deterministic draft"
+                f"draft probabilities of nodes with children add up to {totals.tolist()}, and the drafted tokens "
+                f"have the probabilities {drawn.tolist()}; give the distributions that the tokens were drawn from, "
+                "after temperature, top-k, top-p and any restriction, or no probabilities for a deterministic draft"
             )
 
 

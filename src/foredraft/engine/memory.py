@@ -95,14 +95,14 @@ class MemoryPlan:
         if self.max_cells < 2 * STEP:
             raise ConfigError(
                 f"max_kv_bytes is {num_bytes}, enough for {self.max_cells} tokens of {target.name} and its drafter "
-                f"({of_target} + {of_drafter} bytes each), but {2 * STEP} are needed; give at least "
-                f"{2 * STEP * self.bytes_per_token}"
+                f"({of_target} + {of_drafter} bytes each), but {2 * STEP} are needed; raise max_kv_bytes "
+                f"(--max-kv-bytes) to at least {2 * STEP * self.bytes_per_token}"
             )
         views = sum(own.column_bytes() * own.most_columns for own in own_caches if own.most_columns is not None)
         on_top = f"; views of constant size add {views / 1e6:.1f} MB per row" if views else ""
         logger.info(
             "keys and values: at most %s%s, which is %d tokens in all rows%s (per token, %d bytes for %s and %d for "
-            "its drafter)%s; max_kv_bytes sets this limit.",
+            "its drafter)%s; max_kv_bytes (--max-kv-bytes) sets this limit.",
             size_text(num_bytes),
             f" ({share} of the free memory)" if share else "",
             self.max_cells,
@@ -175,7 +175,7 @@ class MemoryPlan:
             raise ContextLengthError(
                 f"a request of {prompt_length} tokens that may grow to {max_length} needs {needed} bytes of keys and "
                 f"values, but max_kv_bytes is {self.num_bytes}, so it could never run; lower max_tokens, shorten the "
-                "prompt, or raise max_kv_bytes"
+                "prompt, or raise max_kv_bytes (--max-kv-bytes)"
             )
 
 

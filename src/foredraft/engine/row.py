@@ -326,7 +326,7 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
         return ints_of(prompt)
     except (TypeError, ValueError) as error:
         raise PromptError(
-            f"the prompt is not a list of token ids ({error}); give those of one prompt, such as input_ids[0].tolist()"
+            f"the prompt is not a list of token ids ({error}); give the ids of a prompt, such as input_ids[0].tolist()"
         ) from None
 
 

@@ -31,8 +31,8 @@ class Scheduler:
     """Selects the rows of a step, and keeps caches, drafter and prefix store consistent with the running rows.
 
     Running row i has slot i of the caches. Rows that decode come first, then rows that read their prompts. A row joins
-    at the end of its part and leaves by swapping with the last row of the part. Both parts stay contiguous, so a
-    forward pass over either is a plain view of the cache.
+    at the end of its group (decoding or reading) and leaves by swapping with the last row of the group. Both groups of
+    rows stay contiguous in the cache, so a forward pass over the rows of either group reads a plain view of the cache.
 
     Prompts are read in chunks, all tokens but the last, and take turns. While rows decode, every prefill pass is
     followed by a decode step, and it reads a single chunk, or several short ones of the same total size. So running

@@ -29,7 +29,7 @@ INPUT = "token_embd.weight"
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Dtypes of tensors without quantised blocks, by type number."""
 _MOST_BYTES = 2**27
-"""Most bytes of a header. Vocabularies take about 10 MB, and their Python lists several times the bytes of the file."""
+"""Limit on bytes of a header. Vocabularies take about 10 MB, and Python's lists several times the bytes of the file."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.support import CACHE_ARGUMENTS
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-_MAX_FRAMES = 16  # most wrapper functions between ``generate`` and the callable
+_MAX_FRAMES = 16  # limit on wrapper functions between ``generate`` and the callable
 _WITHOUT = "or call generate without custom_generate"
 _MODES = {
     GenerationMode.BEAM_SEARCH: f"beam search (num_beams) is not speculative decoding; set num_beams=1, {_WITHOUT}",
@@ -70,11 +70,14 @@ _MEDIA = ("pixel", "image", "video", "audio", "input_features")
 """Parts of the names of inputs that are not text."""
 _TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")
 _BY_PLACE = {
-    "adapter_names": "selects an adapter for every row of the batch",
-    "alora_offsets": "switches activated adapters on at a position in the text",
-    "task_ids": "selects a task for every row of the batch",
+    "adapter_names": (
+        "selects an adapter for every row of the batch",
+        "select one adapter for the whole batch by set_adapter",
+    ),
+    "alora_offsets": ("switches activated adapters on at a position in the text", "disable the activated adapter"),
+    "task_ids": ("selects a task for every row of the batch", "generate without task_ids"),
 }
-"""Arguments that PEFT passes to its layers through hooks during a call, by name, with their effect."""
+"""Arguments that PEFT passes to its layers through hooks during a call, by name, with their effect and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,10 @@ def check_model(model: PreTrainedModel) -> None:
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             for name in _BY_PLACE.keys() & getattr(hook, "keywords", {}).keys():
+                effect, remedy = _BY_PLACE[name]
                 raise UnsupportedModelError(
-                    f"{name} {_BY_PLACE[name]}, but foredraft orders rows and tokens differently within a step; leave "
-                    "it out, set the adapter for the whole call, or call generate without custom_generate"
+                    f"{name} {effect}, but foredraft changes the order of rows and tokens within a step; {remedy}, "
+                    f"{_WITHOUT}"
                 )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(

@@ -25,7 +25,7 @@ from foredraft.loading.pairing import Drafting, Pairing
 from foredraft.model.lm import CausalLM
 
 MAX_DRAFTINGS = 4
-"""Most drafting methods that are kept loaded per model. A draft model that was loaded by name stays in its entry."""
+"""Limit on drafting methods kept loaded per model. A draft model that was loaded by name stays in its entry."""
 
 
 @dataclass(eq=False)

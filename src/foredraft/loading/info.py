@@ -22,7 +22,7 @@ from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
 
 LARGEST_BITS = 12
-"""Most bits per weight, scales included, at which weights count as multiplied in quantised form."""
+"""Limit on bits per weight, scales included, up to which weights count as multiplied in quantised form."""
 logger = logging.getLogger("foredraft")
 
 

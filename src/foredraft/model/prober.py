@@ -196,7 +196,7 @@ class Prober:
                 if self._dtype is None:
                     said = described(error).partition("\n")[0]
                     raise ProbeError(f"{lm.name} fails on plain text, without any draft ({said}).") from error
-                logger.debug("%s: layers %s do not run in %s: %s", lm.name, self._layers, self._dtype, error)
+                logger.debug("%s: testing layers %s in dtype %s failed: %s", lm.name, self._layers, self._dtype, error)
         raise AssertionError("the last attempt returns or raises")
 
     def _rehearse_twice(self) -> list[Check]:

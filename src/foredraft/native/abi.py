@@ -9,7 +9,7 @@ Integer, Address = ctypes.c_int64, ctypes.c_void_p
 Float, Double, Threads = ctypes.c_float, ctypes.c_double, ctypes.c_int
 
 MOST_NODES = 64
-"""Most nodes of a row, root included, for which a node has the same bits in any tree."""
+"""Limit on nodes of a row, root included, for which a node has the same bits in any tree."""
 
 PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES, MULTIPLES, SCALED, FIVES, SIXES = range(10)
 """Formats of the numbers in a matrix or a cache; they are the values of ``Kind`` in ``abi.h``."""
@@ -33,7 +33,7 @@ CODES = {
 """Operations of a program, with their numbers."""
 
 MOST_HALF = 256
-"""Most numbers in half a head, for attention within a program."""
+"""Limit on numbers in half a head, for attention within a program."""
 
 
 def _of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:

@@ -25,7 +25,7 @@ class DecodeAttention:
     Args:
       kernels: compiled functions.
       counts: number of nodes of every row.
-      columns: most cache columns that a node of each row sees.
+      columns: largest number of cache columns that a node of each row sees.
 
     Attributes:
       is_few: whether every row has at most `abi.MOST_NODES` nodes.

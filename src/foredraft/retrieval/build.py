@@ -34,7 +34,7 @@ STATE = "build.json"
 
 @dataclass
 class State:
-    """Progress of a build. The state on disk is never ahead of the token file.
+    """Progress of building a datastore. On disk, it never counts tokens that a shard's token file lacks.
 
     Args:
       settings: settings that must be equal for a build to be resumed.
@@ -62,7 +62,9 @@ class State:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls(**{**data, "shards": [shard_record(shard) for shard in data["shards"]]})
         except (ValueError, KeyError, TypeError) as error:
-            raise DatastoreError(f"{path} is damaged ({error}); start again with --restart") from None
+            raise DatastoreError(
+                f"{path} is damaged ({error}); build the datastore from the beginning with --restart"
+            ) from None
 
 
 LOCK = ".lock"
@@ -217,8 +219,8 @@ class _Builder:
         if state.settings != settings:
             differing = ", ".join(key for key, value in settings.items() if state.settings.get(key) != value)
             raise DatastoreError(
-                f"{self._folder} contains an unfinished build with other settings ({differing}); finish that one, or "
-                "start again with --restart"
+                f"{self._folder} contains an unfinished build with other settings ({differing}); finish that build, or "
+                "delete it and build from the beginning with --restart"
             )
         return state
 
@@ -274,7 +276,9 @@ class _Builder:
         file = path.open("r+b")
         if path.stat().st_size < self._state.open_bytes:
             file.close()
-            raise DatastoreError(f"{path} is shorter than the unfinished build recorded; start again with --restart")
+            raise DatastoreError(
+                f"{path} is shorter than the unfinished build recorded; build from the beginning with --restart"
+            )
         file.truncate(self._state.open_bytes)
         file.seek(max(0, self._state.open_bytes - self._width))
         self._is_in_document = file.read(self._width) not in (b"", self._separator)

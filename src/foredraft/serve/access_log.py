@@ -50,10 +50,13 @@ class AccessLog:
 
     Attributes:
       num_open: requests that have not been answered completely.
+      is_ready: True once the model is loaded. Before, answers with status 503 get no line, since whoever waits for the
+        server asks again and again.
     """
 
     def __init__(self, *, is_shown: bool) -> None:
         self.num_open = 0
+        self.is_ready = False
         self._is_shown = is_shown
 
     def around(self, app: ASGIApp) -> ASGIApp:
@@ -76,7 +79,8 @@ class AccessLog:
                 await app({**scope, _KEY: access}, receive, noting)
             finally:
                 self.num_open -= 1
-                if self._is_shown and access.path not in QUIET_PATHS:
+                is_loading = access.status == 503 and not self.is_ready
+                if self._is_shown and access.path not in QUIET_PATHS and not is_loading:
                     logger.info("%s", line_of(access, perf_counter() - began))
 
         return logged

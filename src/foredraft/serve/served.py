@@ -224,7 +224,8 @@ def with_kv_limit(options: Mapping[str, Any], num_engines: int) -> dict[str, Any
         return {**options, "max_kv_bytes": None if str(given).lower() == NO_LIMIT else given}
     if available_on(choose_device(options.get("device", "auto"))) is None:
         logger.info(
-            "keys and values: no limit, because the device does not report its free memory; set one with max_kv_bytes."
+            "keys and values: no limit, because the device does not report its free memory; max_kv_bytes "
+            "(--max-kv-bytes) sets a limit."
         )
         return dict(options)
     return {**options, "max_kv_bytes": default_share(num_engines)}

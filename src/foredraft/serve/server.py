@@ -147,6 +147,7 @@ class Server(uvicorn.Server):
         elif not self.should_exit:
             served = self.application.served
             assert served is not None
+            self._log.is_ready = True
             self._say(f"serving {', '.join(served.names)} at {self.address}/v1 (also a page at {self.address}/)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -86,7 +86,7 @@ class Run:
 
     Attributes:
       text: bytes of the forced text computed so far.
-      longest: at each of these bytes, the length of the longest token that may come, in bytes.
+      longest: at each byte of ``text``, the length of the longest token that can start there, in bytes.
       matcher: matcher at the end of ``text``.
       mask: mask at the end of ``text``, if it was computed.
       is_closed: True if no more forced bytes can be found.
@@ -136,7 +136,11 @@ class Run:
 
 
 def _window(longest: Sequence[int]) -> int:
-    """Number of forced bytes to compute, given the longest token that may come first."""
+    """Number of forced bytes to compute: more where the vocabulary has a longer token that can start the forced text.
+
+    Args:
+      longest: at each byte of the forced text, the length of the longest token that can start there, in bytes.
+    """
     return LEAST_WINDOW + 2 * longest[0]
 
 

@@ -64,7 +64,7 @@ class Shown:
     num_accepted: int = 0
 
     def __str__(self) -> str:
-        runs = f"{self.name}: {self.num_rows} rows in {self.num_runs} runs, {self.num_governed_rows} of them governed"
+        runs = f"{self.name}: {self.num_rows} rows in {self.num_runs} runs; {self.num_governed_rows} rows were governed"
         if not self.num_drafted:
             return f"{runs}. It drafted nothing, so its drafts were not tested."
         return (

@@ -25,11 +25,11 @@ class SmallPlan:
     """Layers and embeddings of a draft model.
 
     Args:
-      from_layers: layers of the target whose weights its own layers start from, in this order; if empty, its layers
-        start with random weights.
+      from_layers: layers of the target whose weights the draft model's layers start from, in this order; if empty, the
+        draft model's layers start with random weights.
       hidden_size: hidden size of random layers; 0 for the target's.
-      own_embeddings: True to train an embedding of its own, which is its output layer as well. Otherwise the target's
-        embeddings are used unchanged and saved with its layers.
+      own_embeddings: True to train an embedding for the draft model, which is its output layer as well. Otherwise the
+        target's embeddings are used unchanged and saved with the draft model's layers.
       start: folder of a draft model to train further. The other arguments but the last must then be left out.
       total_variation: share of total variation in the loss; the rest is forward KL.
     """
@@ -81,7 +81,7 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
     """Return a draft model in float32 with its initial weights.
 
     Args:
-      num_layers: number of layers if they start with random weights.
+      num_layers: number of layers of the draft model that starts with random weights. Otherwise ``plan`` sets it.
 
     Raises: ConfigError for sizes that do not fit together, or layers that the target does not have; CheckpointError for
       a folder with a model of another type or vocabulary.
@@ -93,8 +93,8 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
     shape = target.layer
     if plan.from_layers and target.layer_tensors is None:
         raise ConfigError(
-            f"the layers of {target.name} differ from Llama's, so a draft model cannot start from them; leave "
-            "from_layers out to start with random weights"
+            f"the layers of {target.name} differ from Llama's, so a draft model cannot start with their weights; "
+            "leave from_layers out to start with random weights"
         )
     wrong = [layer for layer in plan.from_layers if not 0 <= layer < target.num_layers]
     if wrong:

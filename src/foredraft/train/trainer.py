@@ -161,7 +161,9 @@ class Trainer:
             self._optimizer.load_state_dict(state["optimizer"])
         except Exception as error:  # torch's reader may raise anything for a damaged file
             detail = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{file} cannot be loaded ({detail}); remove it to start again") from error
+            raise CheckpointError(
+                f"{file} cannot be loaded ({detail}); delete this file to train from the beginning"
+            ) from error
         changed = [key for key, value in asdict(self.schedule).items() if state["schedule"].get(key) != value]
         if changed:
             was = ", ".join(f"{key}={state['schedule'].get(key)}" for key in changed)

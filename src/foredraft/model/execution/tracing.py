@@ -332,7 +332,7 @@ def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerPr
         program = _programs[key] = stored(("layer", key), Program.from_dict) or tracer.program()
     attends = program.heads is not None
     if attends and attention is None:
-        raise NotTraceableError("the attention of a layer was not recorded")
+        raise NotTraceableError("a layer's attention did not run while the layer's call was recorded")
     cache_index = recording.cache_index[index] if attends else None
     scaling = attention[1].get("scaling") if attention is not None and attends else None
     return LayerProgram(key, program, tracer.tensors, tracer.runners, layer, call, cache_index, scaling)
