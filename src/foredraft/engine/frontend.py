@@ -462,8 +462,7 @@ class Stream(Iterator[StreamOutput]):
         self._drafter_name = engine.drafter.name
         self._is_lossless = rule.is_lossless
         self._promise = engine.target.promise(engine.config.exactness) if rule.keeps_tokens else None
-        self._governor = governor
-        self._before = None if governor is None else replace(governor.totals)
+        self._governed = None if governor is None else (governor, replace(governor.totals))
         self._is_closed = False
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -650,20 +649,10 @@ class Stream(Iterator[StreamOutput]):
             prefill_seconds=min(starts) - self._arrived,
             decode_seconds=seconds,
             tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
-            governor=self._governed(),
+            governor=None if self._governed is None else self._governed[0].report(self._governed[1]),
             promise=self._promise,
             trace=tuple([step for completion in samples for step in completion.row.trace]),
         )
-
-    def _governed(self) -> dict[str, Any] | None:
-        """Return the latest decision and the speed relative to plain decoding, None if no step verified a draft."""
-        if self._governor is None or self._before is None:
-            return None
-        totals, before = self._governor.totals, self._before
-        seconds = totals.seconds - before.seconds
-        has_drafts = totals.num_drafted > before.num_drafted
-        speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
-        return {"estimated_speedup": speed, "decision": self._governor.describe()}
 
 
 # -- the runner ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foredraft.engine.acceptance_model import PREDICTION
 
@@ -102,6 +102,28 @@ def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
         if parts:
             described.append(f"{CAUSES[cause]} {' and '.join(parts)}")
     return ", ".join(described)
+
+
+def describe_drafting(counts: RowStats, governor: Mapping[str, Any] | None) -> list[str]:
+    """Lines for people on what was drafted, and on the latest decision of the governor; none for plain decoding.
+
+    Args:
+      governor: result of `foredraft.engine.governor.Governor.report`, if there is a governor.
+    """
+    lines = [f"drafts: {', '.join(drafts)}"] if (drafts := describe_drafts(counts)) else []
+    if decision := (governor or {}).get("decision"):
+        lines.append(f"latest decision: {decision}")
+    return lines
+
+
+def describe_drafts(counts: RowStats) -> list[str]:
+    """Phrases on drafted, accepted and cut tokens; none for plain decoding."""
+    if not counts.num_proposed_tokens and not counts.num_undrafted_steps:
+        return []
+    verified = f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"
+    phrases = [verified if counts.num_proposed_tokens else "nothing was drafted"]
+    cut = describe_cuts(counts.num_cut_tokens, counts.num_undrafted_steps)
+    return [*phrases, cut] if cut else phrases
 
 
 def counted(number: int, noun: str) -> str:
