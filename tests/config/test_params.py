@@ -169,8 +169,8 @@ class TestSamplingParams:
         assert SamplingParams(max_gen_len=40) == SamplingParams(max_tokens=40)
 
     def test_names_elsewhere_are_not_names_here(self) -> None:
-        names = {"SamplingParams": {f.name for f in dataclasses.fields(SamplingParams)}}
-        names["SpeculativeConfig"] = {"method", *all_keys()}
+        names = {"sampling_params": {f.name for f in dataclasses.fields(SamplingParams)}}
+        names["speculative_config"] = {"method", *all_keys()}
         names["LLM"] = set(inspect.signature(LLM).parameters)
         assert ALIASES.keys() == NOT_HERE.keys() == names.keys()
         for owner, own in names.items():

@@ -322,7 +322,7 @@ def respell(arguments: Sequence[str]) -> list[str]:
     names = {"model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
     table = {
         "--" + name.replace("_", "-"): names[alias.key]
-        for name, alias in aliases("SpeculativeConfig").items()
+        for name, alias in aliases("speculative_config").items()
         if alias.key in names and name not in ("draft", "draft_model")
     }
     table |= {"-md": "--draft-model", "--draft": "--num-speculative-tokens", "--max-tokens": "--max-new-tokens"}

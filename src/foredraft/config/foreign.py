@@ -26,7 +26,7 @@ class Alias:
 _BY_CONFIDENCE = Alias("draft_threshold", {"length_policy": "confidence"})
 
 ALIASES: dict[str, dict[str, dict[str, str | Alias]]] = {
-    "SpeculativeConfig": {
+    "speculative_config": {
         "transformers": {
             "assistant_model": "model",
             "num_assistant_tokens": "num_speculative_tokens",
@@ -85,7 +85,7 @@ ALIASES: dict[str, dict[str, dict[str, str | Alias]]] = {
             "stop_if_unknown": Alias("unknown", words={True: "stop", False: "random"}),
         },
     },
-    "SamplingParams": {
+    "sampling_params": {
         "transformers": {
             "max_new_tokens": "max_tokens",
             "min_new_tokens": "min_tokens",
@@ -231,7 +231,7 @@ NOT_HERE = {
         "max_tokens": Foreign("it belongs to requests; use SamplingParams(max_tokens=...)"),
         "device_map": Foreign("the model runs on one device; use device", (None, "auto")),
     },
-    "SamplingParams": {
+    "sampling_params": {
         # vLLM
         "best_of": Foreign("all samples are returned; use n and choose among them", (None, 1)),
         "use_beam_search": Foreign(_NO_BEAMS, (None, False)),
@@ -265,15 +265,17 @@ NOT_HERE = {
         "top_logprobs": Foreign("logprobs itself is the number of tokens to return; use logprobs=N"),
         "stream": Foreign("use LLM.stream", (None, False)),
     },
-    "SpeculativeConfig": {
+    "speculative_config": {
         # vLLM
         "draft_tensor_parallel_size": Foreign(_ONE_PROCESS, (None, 1)),
         "quantization": Foreign(
             "the drafter is used as it was loaded; load it with transformers and pass the model itself"
         ),
-        "weights": Foreign("it applies to the target; use LLM(weights='stored')"),
-        "max_model_len": Foreign("it applies to target and drafter together; use LLM(max_model_len=...)"),
-        "enforce_eager": Foreign("the drafter runs as the target does; use LLM(execution='eager')", (None, False)),
+        "weights": Foreign("it applies to the target; give weights='stored' for the model"),
+        "max_model_len": Foreign("it applies to target and drafter together; give max_model_len for the model"),
+        "enforce_eager": Foreign(
+            "the drafter runs as the target does; give execution='eager' for the model", (None, False)
+        ),
         "use_heterogeneous_vocab": Foreign(
             "drafter and target must share a tokenizer; methods without a second model, such as ngram, need none",
             (None, False),

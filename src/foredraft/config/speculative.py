@@ -15,7 +15,7 @@ from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
 from foredraft.methods import Method, method_aliases, methods, recognized
 
-NAME = "SpeculativeConfig"
+NAME = "speculative_config"
 
 LOADED = "(a loaded model)"
 """Placeholder for the model, in a config that must not refer to a loaded model."""

@@ -98,7 +98,7 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
     if tokenizer is None:
         raise PromptError(
             f"prompt {place} is text, but this model has no tokenizer; put the tokenizer files beside the weights, "
-            "pass tokenizer=... to LLM, or give prompt_token_ids (on the command line in --prompts-file)"
+            "or give prompt_token_ids (on the command line in --prompts-file; in Python tokenizer=... works, too)"
         )
     check_unicode(prompt, f"prompt {place}")
     ids = tokenizer(prompt, verbose=False)["input_ids"]
@@ -288,8 +288,7 @@ def resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) 
         given = getattr(params, name)
         if given and tokenizer is None and (name != "prediction" or isinstance(given, str)):
             raise ConfigError(
-                f"SamplingParams.{name} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or "
-                f"{remedy}"
+                f"{name} is text, but this model has no tokenizer; put its files beside the weights, or {remedy}"
             )
     if tokenizer is None:
         return params

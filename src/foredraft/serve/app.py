@@ -232,7 +232,7 @@ class Application:
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
         if not isinstance(body, dict):
-            raise ApiError(400, f"the body is {type(body).__name__}; send a JSON object", code="invalid_json")
+            raise ApiError(400, "the body is JSON, but no object; send a JSON object", code="invalid_json")
         return body
 
     # -- status and models -----------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ def read_params(sent: dict[str, Any], tokenizer: Any, defaults: Mapping[str, Any
     try:
         return resolved(SamplingParams.from_dict(sent).filled(defaults), tokenizer)
     except (ConfigError, OverflowError, TypeError) as error:
-        message = str(error).replace("SamplingParams.", "")
+        message = str(error)
         field = re.match(r"\w+", message)
         raise ApiError(400, message, field[0] if field and field[0] in sent else None) from None
 

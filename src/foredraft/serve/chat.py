@@ -105,7 +105,7 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
     except GrammarError as error:
         if form is None:
             raise
-        reason = str(error).removeprefix("StructuredOutputs.grammar is refused: ")
+        reason = str(error).removeprefix("structured_outputs.grammar is refused: ")
         what = "cannot be forced" if tools.forced else "cannot be made to follow their schemas (strict)"
         raise ApiError(400, f"calls of these tools {what}: {reason}", "tools") from None
     if asking.streams and asking.params.prompt_logprobs is not None:

@@ -48,8 +48,8 @@ def parts_of(target: CausalLM, eos_token_ids: Sequence[int]) -> TargetParts:
     embedding: Any = shadow.get_input_embeddings()
     if not (_is_plain(output) and isinstance(embedding, nn.Embedding)):
         raise UnsupportedModelError(
-            f"{target.name} has an output layer of type {type(output).__name__}; heads can only be trained over linear "
-            "layers without a bias"
+            f"{target.name} has an output layer that is not linear, or that has a bias; heads cannot be trained over "
+            "it, so use another target"
         )
     scales = [key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, key, None)]
     if scales:

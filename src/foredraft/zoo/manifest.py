@@ -123,7 +123,7 @@ def _checked(kind: type, entries: Any, file: Path) -> dict[str, Any]:
     Raises: CheckpointError.
     """
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{file}: {entries!r} is not an object with the keys of {kind.__name__}")
+        raise CheckpointError(f"{file}: {entries!r} is not an object")
     kinds = {field.name: str(field.type) for field in fields(kind) if field.name not in ("name", "package")}
     wrong = sorted((kinds.keys() - {"notes"}) ^ (entries.keys() - {"notes"}))
     if wrong:
