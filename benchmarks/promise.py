@@ -153,7 +153,7 @@ class Cell:
     @property
     def is_kept(self) -> bool:
         """Whether the promise holds: bits, or no difference but near-ties."""
-        if self.promise != "near-ties":
+        if self.promise != "up to rounding":
             return self.num_equal == self.num_texts
         return max(self.gaps, default=0.0) <= self.near_tie
 

@@ -68,7 +68,7 @@ def test_an_llm_names_what_holds_its_method_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts of a prompt that repeats itself, and a promise that leaves no room for any."""
-    one_node = Promise("native")
+    one_node = Promise("bit-identical")
     object.__setattr__(one_node, "max_nodes", 1)
     monkeypatch.setattr(CausalLM, "promise", lambda lm, exactness: one_node)
     llm = LLM(toy_model(), "ngram")

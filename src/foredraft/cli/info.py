@@ -314,7 +314,7 @@ def machine_report() -> dict[str, Any]:
         if find_spec(module) is None:
             missing.append({"what": extra, "why": use, "remedy": install_command(extra)})
     reason = "" if kernels is not None else "foredraft's own kernels are missing"
-    promise = Promise("native" if kernels is not None else "near-ties", reason)
+    promise = Promise("bit-identical" if kernels is not None else "up to rounding", reason)
     return {
         "machine": {
             "cpu": cpu_name(),

@@ -298,8 +298,10 @@ class CausalLM:
           exactness: the option of that name in `EngineConfig`.
         """
         if self._not_native:
-            return promised("near-ties", self._not_native)
-        return promised("near-ties", "exactness is relaxed") if exactness == "relaxed" else promised("native")
+            return promised("up to rounding", self._not_native)
+        return (
+            promised("up to rounding", "exactness is relaxed") if exactness == "relaxed" else promised("bit-identical")
+        )
 
     def release_tables(self) -> None:
         """Free masks and position tables that long rows have enlarged, and the features of the last forward pass."""

@@ -78,7 +78,7 @@ def test_the_promise_is_named_and_kept(case: str, tmp_path: Path) -> None:
     cells = run(CASES[case], tmp_path, "--methods", *methods)
     assert len(cells) == len(methods)
     for cell in cells:
-        assert cell["promise"] == ("native" if is_native else "near-ties"), cell
+        assert cell["promise"] == ("bit-identical" if is_native else "up to rounding"), cell
         assert cell["is_kept"], cell
         assert cell["is_whole"], cell
         assert cell["num_accepted"], cell
@@ -97,7 +97,7 @@ def test_it_is_less_where_no_kernels_are(monkeypatch: pytest.MonkeyPatch) -> Non
         params = SamplingParams(temperature=0.0, seed=7, max_tokens=24, ignore_eos=True)
         cell = study.cell("token_recycling", params, 3)
     assert "own kernels need AVX2, a C++ compiler" in study.llm.promise.reason
-    assert (cell.promise, cell.is_good) == ("near-ties", True), cell.line()
+    assert (cell.promise, cell.is_good) == ("up to rounding", True), cell.line()
 
 
 @pytest.mark.full
