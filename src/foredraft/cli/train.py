@@ -112,11 +112,7 @@ def train(
       foredraft train eagle3 --own-prompts 1000 --out head --dry-run
     """
     with exit_codes(), ExitStack() as stack:
-        name = choose_model(target)
-        show_loading(name)
-        from foredraft.train.draft_model import SmallPlan
-        from foredraft.train.plan import Plan
-        from foredraft.train.run import Training
+        from foredraft.train.plan import Plan, SmallPlan
 
         plan = Plan(
             method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,
@@ -134,6 +130,10 @@ def train(
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_writer(out / ".running"))
+        name = choose_model(target)
+        show_loading(name)
+        from foredraft.train.run import Training
+
         llm = load_llm(name, "none", **vars(loading), **vars(rows))
         console = Console(stderr=True)
         run = Training(llm, plan, lambda text: console.print(f"foredraft: {text}", highlight=False), is_trial=dry_run)
