@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from foredraft import LLM
-from foredraft.config.foreign import ALIASES, METHODS_NOT_HERE, NOT_HERE, Alias, aliases
+from foredraft.config.other_systems import ALIASES, METHODS_NOT_HERE, NOT_HERE, Alias, aliases
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig, all_keys
 from foredraft.errors import ConfigError

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.status import Status
 
-from foredraft.config.foreign import aliases
+from foredraft.config.other_systems import aliases
 from foredraft.errors import ConfigError, ForedraftError, told
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
-from foredraft.config.foreign import NOT_HERE, Alias, aliases, is_same
+from foredraft.config.other_systems import NOT_HERE, Alias, aliases, is_same
 from foredraft.errors import ConfigError, PromptError
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def own_keys(
     A key of another system is left out if its value requests the behaviour that foredraft has anyway.
 
     Args:
-      owner: name of the config in the tables of `foredraft.config.foreign`.
+      owner: name of the config in the tables of `foredraft.config.other_systems`.
       given: keys and values from the user.
       known: names of the config's own keys.
       spelled: function that returns the usual spelling of a name.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from foredraft.config.acceptance import RULES, AcceptanceRule, TypicalLimits
-from foredraft.config.foreign import METHODS_NOT_HERE, method_not_here
 from foredraft.config.keywords import nearest, own_keys, spelling
 from foredraft.config.options import Key, Options
+from foredraft.config.other_systems import METHODS_NOT_HERE, method_not_here
 from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
 from foredraft.methods import Method, method_aliases, methods, recognized

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from foredraft.config.foreign import Foreign
 from foredraft.config.keywords import check_unicode
+from foredraft.config.other_systems import UnsupportedOption
 from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.errors import ConfigError, GrammarError, PromptError
 from foredraft.prompts.prompts import chat_text
@@ -39,7 +39,7 @@ KNOWN = SHARED | {
     "return_prompt_text",
     "echo",
 }
-CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
+CHAT_REFUSED = {**REFUSED, "modalities": UnsupportedOption("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
 """Field and value that request text output, which is the only output there is."""
 TEMPLATE_FIELDS: dict[str, Callable[[Fields, str], Any]] = {

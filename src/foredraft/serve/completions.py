@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from foredraft.config.foreign import Foreign
+from foredraft.config.other_systems import UnsupportedOption
 from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.serve.asking import ParsedRequest, read_asking, with_prompts
 from foredraft.serve.errors import ApiError
@@ -17,7 +17,9 @@ from foredraft.serve.settings import ServerSettings
 from foredraft.serve.tokens import Offsets, Table, completion_logprobs, echoed_logprobs, prompt_tables, token_ids
 
 KNOWN = SHARED | {"prompt", "echo", "logprobs"}
-_CHAT_ONLY = Foreign("it is a field of /v1/chat/completions; use that endpoint", (None, [], {}, "none", "auto"))
+_CHAT_ONLY = UnsupportedOption(
+    "it is a field of /v1/chat/completions; use that endpoint", (None, [], {}, "none", "auto")
+)
 COMPLETION_REFUSED = {
     **REFUSED,
     **dict.fromkeys(("tools", "tool_choice", "chat_template_kwargs"), _CHAT_ONLY),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from foredraft.config.foreign import Foreign
+from foredraft.config.other_systems import UnsupportedOption
 from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.chat import KNOWN as CHAT_FIELDS
@@ -44,25 +44,30 @@ KNOWN = PASSED_ON | {
 
 _KEEPS_NOTHING = "the server stores no responses; send the whole conversation as input"
 REFUSED = {
-    **{name: Foreign("it is not a field of /v1/responses; use /v1/chat/completions") for name in CHAT_FIELDS - KNOWN},
-    "n": Foreign("a response has one sample; use /v1/chat/completions for several", (None, 1)),
-    "messages": Foreign("use input"),
-    "max_tokens": Foreign("use max_output_tokens"),
-    "max_completion_tokens": Foreign("use max_output_tokens"),
-    "response_format": Foreign("use text.format"),
-    "stream_options": Foreign(
+    **{
+        name: UnsupportedOption("it is not a field of /v1/responses; use /v1/chat/completions")
+        for name in CHAT_FIELDS - KNOWN
+    },
+    "n": UnsupportedOption("a response has one sample; use /v1/chat/completions for several", (None, 1)),
+    "messages": UnsupportedOption("use input"),
+    "max_tokens": UnsupportedOption("use max_output_tokens"),
+    "max_completion_tokens": UnsupportedOption("use max_output_tokens"),
+    "response_format": UnsupportedOption("use text.format"),
+    "stream_options": UnsupportedOption(
         "the last event always contains the usage; leave it out", (None, {"include_obfuscation": False})
     ),
-    "max_tool_calls": Foreign("the server itself runs no tools; leave it out"),
-    "previous_response_id": Foreign(_KEEPS_NOTHING),
-    "conversation": Foreign(_KEEPS_NOTHING),
-    "background": Foreign("the server runs no background jobs; leave it out", (None, False)),
-    "include": Foreign(
+    "max_tool_calls": UnsupportedOption("the server itself runs no tools; leave it out"),
+    "previous_response_id": UnsupportedOption(_KEEPS_NOTHING),
+    "conversation": UnsupportedOption(_KEEPS_NOTHING),
+    "background": UnsupportedOption("the server runs no background jobs; leave it out", (None, False)),
+    "include": UnsupportedOption(
         "a response has no additional output; leave it out", (None, [], ["reasoning.encrypted_content"])
     ),
-    "top_logprobs": Foreign("log-probabilities are available only in /v1/chat/completions; use it", (None, 0)),
-    "prompt": Foreign("the server stores no prompt templates; write the text into input"),
-    "truncation": Foreign(
+    "top_logprobs": UnsupportedOption(
+        "log-probabilities are available only in /v1/chat/completions; use it", (None, 0)
+    ),
+    "prompt": UnsupportedOption("the server stores no prompt templates; write the text into input"),
+    "truncation": UnsupportedOption(
         "input that is too long is refused; shorten it or use truncate_prompt_tokens", (None, "disabled")
     ),
 }
