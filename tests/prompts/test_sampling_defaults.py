@@ -19,7 +19,7 @@ from foredraft.cli import app
 from foredraft.config.sampling import MODEL_DEFAULTS
 from foredraft.errors import ConfigError
 from foredraft.loading.info import sampling_defaults
-from foredraft.serve.asking import read_params
+from foredraft.serve.parsed_request import read_params
 from foredraft.verify.subjects import LLMSubject
 
 STORY = "Once upon a time there was a king."

@@ -20,9 +20,8 @@ from starlette.types import ASGIApp
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError
-from foredraft.serve.access_log import note_ticket
+from foredraft.serve.access_log import note_request
 from foredraft.serve.answering import answer
-from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.bridge import Backend
 from foredraft.serve.chat import TEMPLATE_FIELDS, conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
@@ -37,6 +36,7 @@ from foredraft.serve.guards import (
     with_local_hosts,
     with_plain_targets,
 )
+from foredraft.serve.parsed_request import ParsedRequest
 from foredraft.serve.responses import read_response
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
@@ -186,9 +186,9 @@ class Application:
             raise
 
     async def _answer(self, request: Request, body: dict[str, Any], read: Reader) -> Response:
-        asking, form = await self._in_reader(request, read, body, self._ready(), self._settings)
-        note = partial(note_ticket, request.scope)
-        return await answer(self._bridge, asking, form, self._settings, request.receive, note)
+        parsed, form = await self._in_reader(request, read, body, self._ready(), self._settings)
+        note = partial(note_request, request.scope)
+        return await answer(self._bridge, parsed, form, self._settings, request.receive, note)
 
     async def _in_reader(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
         """Run a function that uses the tokenizer outside the event loop."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from foredraft.config.other_systems import UnsupportedOption
 from foredraft.engine.frontend import RequestOutput, StreamOutput
-from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.chat import KNOWN as CHAT_FIELDS
 from foredraft.serve.chat import read_conversation, read_messages
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import SAMPLING, Fields, wrong_field
 from foredraft.serve.form import ResponseFormat, event, parts_of
+from foredraft.serve.parsed_request import ParsedRequest
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.tools import Tools, refuse_custom
@@ -95,12 +95,12 @@ def read_response(body: dict[str, Any], served: Served, settings: ServerSettings
     chat |= {"reasoning_effort": _effort(given), "verbosity": given.mapping("text").get("verbosity")}
     tools, choice = _tools(given.get("tools")), given.get("tool_choice")
     chat |= {"tools": [{"type": "function", "function": tool} for tool in tools], "tool_choice": _choice(choice)}
-    asking, offered = read_conversation(chat, served, settings)
+    parsed, offered = read_conversation(chat, served, settings)
     told = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
     told |= {"text": {"format": given.mapping("text").get("format", TEXT)}, "tool_choice": choice or "auto"}
     told |= {"tools": [{"type": "function", **dict.fromkeys(FUNCTION_FIELDS), **tool} for tool in tools]}
     told |= {"parallel_tool_calls": bool(tools) and given.flag("parallel_tool_calls", True)}
-    return asking, ResponseForm(asking, served, offered, told)
+    return parsed, ResponseForm(parsed, served, offered, told)
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
@@ -200,21 +200,21 @@ class ResponseForm(ResponseFormat):
       told: fields of the request that the response repeats.
     """
 
-    def __init__(self, asking: ParsedRequest, served: Served, tools: Tools, told: dict[str, Any]) -> None:
-        self._by_token = asking.by_token
+    def __init__(self, parsed: ParsedRequest, served: Served, tools: Tools, told: dict[str, Any]) -> None:
+        self._by_token = parsed.by_token
         self._reader = tools.reader()
         self._num_events = 0
         self._reason, self._seed = "", 0
         self._items: list[dict[str, Any]] = []  # finished items
         self._item: dict[str, Any] | None = None  # item that is being generated
         self._response = {
-            "id": f"resp_{asking.request_id}",
+            "id": f"resp_{parsed.request_id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": asking.model,
+            "model": parsed.model,
             "system_fingerprint": served.fingerprint,
-            "temperature": asking.params.temperature,
-            "top_p": asking.params.top_p,
+            "temperature": parsed.params.temperature,
+            "top_p": parsed.params.top_p,
             "truncation": "disabled",
             "background": False,
             "store": False,
