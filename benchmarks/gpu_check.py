@@ -45,7 +45,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from promise import METHODS, TEXTS
+from guarantee import METHODS, TEXTS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

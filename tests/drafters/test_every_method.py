@@ -1,6 +1,6 @@
 """Every method keeps the promise of its model, uncut, over stock kernels that round by the shape of their call.
 
-A cell of ``benchmarks/promise.py``: five prompts, drafted for in a batch or alone, against plain decoding of each
+A cell of ``benchmarks/guarantee.py``: five prompts, drafted for in a batch or alone, against plain decoding of each
 alone. Where the library's own kernels run, log-probabilities have the same bits, and steps give as many tokens as under
 "relaxed"; elsewhere drafts are as long, and what differs is a near-tie. Drafts were accepted in every cell.
 """
@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 import torch
-from promise import METHODS, Cell, Study
+from guarantee import METHODS, Cell, Study
 
 from architectures import target_model
 from foredraft import SamplingParams
@@ -80,7 +80,7 @@ def test_the_promise_is_native(method: str, mode: str, batch_size: int) -> None:
 
 
 def check(cell: Cell, promise: str) -> None:
-    assert cell.promise == promise
+    assert cell.guarantee == promise
     assert cell.is_kept, cell.line()
     assert cell.is_whole, cell.line()
     assert cell.num_accepted > 0, cell.line()

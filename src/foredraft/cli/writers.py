@@ -225,7 +225,7 @@ def as_record(output: RequestOutput, message: str | None = None) -> dict[str, An
         "metrics": {
             "speculative_decoding": dict(metrics.speculative_decoding),
             "governor": metrics.governor,
-            "promise": None if metrics.promise is None else metrics.promise.as_dict(),
+            "guarantee": None if metrics.guarantee is None else metrics.guarantee.as_dict(),
         },
         "timings": {
             "prefill_seconds": metrics.prefill_seconds,

@@ -173,8 +173,8 @@ class EngineConfig:
         if self.exactness == "strict":
             raise ConfigError(
                 "exactness='strict', which ran every step at one fixed shape, was removed, since native models give "
-                "the bits of plain decoding by default; see LLM.promise (or foredraft info MODEL) for the guarantee of "
-                "a model and its reason, choose another dtype or a native model, or check outputs with foredraft verify"
+                "the bits of plain decoding by default; foredraft info MODEL (LLM.guarantee) tells "
+                "how exact a model is and why. Choose another dtype or a native model, or check outputs with foredraft verify"
             )
         if self.exactness not in ("default", "relaxed"):
             raise ConfigError(f"exactness is {self.exactness!r}; choose default or relaxed")
@@ -184,7 +184,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Guarantee:
     """Guarantee for a row, relative to plain decoding of the same request under the same ``exactness``.
 
     Args:
@@ -221,6 +221,6 @@ class Promise:
 
 
 @lru_cache(maxsize=64)
-def promised(kind: Literal["bit-identical", "up to rounding"], reason: str = "") -> Promise:
+def guaranteed(kind: Literal["bit-identical", "up to rounding"], reason: str = "") -> Guarantee:
     """Return a guarantee from a cache, because engines read it in every step."""
-    return Promise(kind, reason)
+    return Guarantee(kind, reason)

@@ -111,7 +111,7 @@ class Engine:
         self.caches = CacheGroup([self.cache, *(own.cache for own in needs.caches)])
         self._wanted = Wanted(needs.last_hidden, needs.layer_inputs)
         self._helpers = loaded_helpers() if target.device.type == "cpu" else None
-        self._promise = target.promise(self.config.exactness)
+        self._guarantee = target.guarantee(self.config.exactness)
         self.plan = MemoryPlan.of(self.config, target, self.cache, needs.caches)
         self._admission = Admission(
             target,
@@ -227,7 +227,7 @@ class Engine:
         with self._use:
             if self._scheduler.ended:
                 return [RowOutput(row, (), 0) for row in self._scheduler.take_ended()]
-            self._promise = self.target.promise(self.config.exactness)  # the model may have changed
+            self._guarantee = self.target.guarantee(self.config.exactness)  # the model may have changed
             self._steps_to_shrink -= 1
             if not self._steps_to_shrink:
                 self._shrink()
@@ -353,13 +353,13 @@ class Engine:
 
         The accepted tokens and the bonus must fit into the remaining budget.
 
-        Limits are set only here; governor and drafter may choose less. If bitwise equality is guaranteed (`Promise`), a
-        draft has at most as many nodes as one forward pass can compute with the bits of single tokens. Drafts may
+        Limits are set only here; governor and drafter may choose less. If bitwise equality is guaranteed (`Guarantee`),
+        a draft has at most as many nodes as one forward pass can compute with the bits of single tokens. Drafts may
         branch only if rule and model support trees. A row in doubt gets no draft. A request may set a smaller limit.
         """
-        max_nodes, of_promise = self._scheduler.max_nodes, min(self._promise.max_nodes, NO_LIMIT)
+        max_nodes, of_guarantee = self._scheduler.max_nodes, min(self._guarantee.max_nodes, NO_LIMIT)
         takes_trees = self.config.rule.takes_trees and self.target.supports_trees
-        nodes, of_nodes = (max_nodes, "memory") if max_nodes < of_promise else (of_promise, "bits")
+        nodes, of_nodes = (max_nodes, "memory") if max_nodes < of_guarantee else (of_guarantee, "bits")
         found = []
         for row in rows:
             depth, cause = row.max_length - len(row.token_ids) - 1, "budget"

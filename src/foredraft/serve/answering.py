@@ -334,7 +334,7 @@ def counts_of(queued: QueuedRequest, detail: str) -> dict[str, Any]:
     governors = [output.metrics.governor for output in outputs if output.metrics.governor is not None]
     counts |= {
         "method": config.title,
-        "exactness": llm.promise.as_dict() if rule.keeps_tokens else None,
+        "exactness": llm.guarantee.as_dict() if rule.keeps_tokens else None,
         "governor": governors[-1] if governors else None,
     }
     if detail == "summary":

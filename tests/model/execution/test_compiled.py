@@ -141,7 +141,7 @@ def test_models_that_cannot_be_compiled_run_packed_and_say_why(name: str, caplog
 def test_a_row_keeps_its_bits(name: str, pairs: Any) -> None:
     """Chains of ragged rows together, and their tokens one after another, alone."""
     _, lm = pair(pairs, name)
-    promise = lm.promise("default")
+    promise = lm.guarantee("default")
     if native.library() is None:
         assert promise.kind == "up to rounding"
         return

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from promise import Cell, Study
+from guarantee import Cell, Study
 
 from foredraft import SamplingParams
 from foredraft.native import library as native
@@ -36,7 +36,7 @@ def cell(kind: str, execution: str) -> Cell:
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_the_librarys_own_kernels_stand_for_each_kind(kind: str) -> None:
     found = cell(kind, "auto")
-    assert found.promise == "bit-identical"
+    assert found.guarantee == "bit-identical"
     assert found.is_good, found.line()
 
 
@@ -45,6 +45,6 @@ def test_the_librarys_own_kernels_stand_for_each_kind(kind: str) -> None:
 def test_each_kind_shows_where_stock_kernels_run(kind: str) -> None:
     """The control: with friendly kernels bits are kept, with one kind perturbed they are not, and texts are."""
     found = cell(kind, "eager")
-    assert found.promise == "up to rounding"
+    assert found.guarantee == "up to rounding"
     assert found.is_good, found.line()
     assert (found.num_equal == found.num_texts) == (kind == "none"), found.line()

@@ -145,7 +145,7 @@ for method in ("draft_model", "ngram", "jacobi", "eagle3"):
         are_equal &= expected.outputs[0].token_ids == drafted.outputs[0].token_ids
         num_accepted += drafted.metrics.speculative_decoding["num_accepted_draft_tokens"]
     found[method] = [are_equal, num_accepted > 0]
-print(json.dumps([torch.__version__, plain.model_info.execution, plain.promise.kind, found]))
+print(json.dumps([torch.__version__, plain.model_info.execution, plain.guarantee.kind, found]))
 """
 
 OTHER_PYTHONS = [path for path in os.environ.get("FOREDRAFT_OTHER_PYTHONS", "").split(os.pathsep) if path]
