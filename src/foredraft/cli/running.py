@@ -203,12 +203,13 @@ def put_json(record: Mapping[str, Any]) -> None:
 
         record = plain_data(record)
         text = json.dumps(record, ensure_ascii=False)
+    stream = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # a progress bar replaces the stream by its own
     try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(record)
-    sys.stdout.write(_LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
-    sys.stdout.flush()
+    stream.write(_LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+    stream.flush()
 
 
 class _Stream(io.FileIO):

@@ -173,8 +173,8 @@ class EngineConfig:
         if self.exactness == "strict":
             raise ConfigError(
                 "exactness='strict', which ran every step at one fixed shape, was removed, since native models give "
-                "the bits of plain decoding by default; foredraft info MODEL (LLM.guarantee) tells "
-                "how exact a model is and why. Choose another dtype or a native model, or check outputs with foredraft verify"
+                "the bits of plain decoding by default; foredraft info MODEL (LLM.guarantee) tells how "
+                "exact a model is and why. Choose another dtype or model, or check outputs with foredraft verify"
             )
         if self.exactness not in ("default", "relaxed"):
             raise ConfigError(f"exactness is {self.exactness!r}; choose default or relaxed")
