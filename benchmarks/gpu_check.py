@@ -724,7 +724,7 @@ def oracle(model: Model, prompts: Sequence[Sequence[int]]) -> Drafter:
 
 
 def draft_model(model: Model, _: Sequence[Sequence[int]]) -> Drafter:
-    if not model.name.startswith("random:") and zoo.brings(model.name, "draft"):
+    if not model.name.startswith("random:") and zoo.includes(model.name, "draft"):
         return model.llm.with_speculative_config("draft_model").drafting.new_drafter()
     return DraftModelDrafter(model.draft_model, target_vocab_size=model.llm.target.vocab_size)
 

@@ -19,7 +19,7 @@ from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import Row
-from foredraft.errors import MOST_CHARACTERS, PromptError, is_fatal, told
+from foredraft.errors import MOST_CHARACTERS, PromptError, error_text, is_fatal
 from foredraft.model.lm import CausalLM
 from foredraft.serve.errors import ApiError
 from foredraft.testing import PerfectDrafter, toy_model
@@ -66,7 +66,7 @@ def test_an_error_that_cannot_be_told_is_told_by_its_type(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, logger="foredraft"):
         rows = run(drafter)
     assert [row.output_ids for row in rows] == plain()
-    assert {row.stats.drafter_error for row in rows} == {"Unspeakable"} == {told(Unspeakable())}
+    assert {row.stats.drafter_error for row in rows} == {"Unspeakable"} == {error_text(Unspeakable())}
     assert len(caplog.messages) == 1
 
 
@@ -76,7 +76,12 @@ def test_a_long_message_is_passed_on_by_its_two_ends(caplog: pytest.LogCaptureFi
     drafter = raising(made("ngram", 4, prompt_lookup_min=1), "propose", lambda _: True, fault)
     with caplog.at_level(logging.WARNING, logger="foredraft"):
         rows = run(drafter)
-    messages = [rows[0].stats.drafter_error, told(fault), told(PromptError(str(fault))), str(ApiError(400, str(fault)))]
+    messages = [
+        rows[0].stats.drafter_error,
+        error_text(fault),
+        error_text(PromptError(str(fault))),
+        str(ApiError(400, str(fault))),
+    ]
     for message in messages:
         assert "begin" in message
         assert message.endswith("end")

@@ -19,7 +19,7 @@ from rich.file_proxy import FileProxy
 from rich.status import Status
 
 from foredraft.config.other_systems import aliases
-from foredraft.errors import ConfigError, ForedraftError, told
+from foredraft.errors import ConfigError, ForedraftError, error_text
 
 if TYPE_CHECKING:
     from foredraft.config.speculative import SpeculativeLike
@@ -269,7 +269,7 @@ def standard_streams() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except ConfigError as error:
-        say(f"error: {told(error)}")
+        say(f"error: {error_text(error)}")
         sys.exit(EXIT_REFUSED)
     except BrokenPipeError:
         _drop_output()
@@ -309,7 +309,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except ForedraftError as error:
-        say(f"error: {told(error)}")
+        say(f"error: {error_text(error)}")
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None

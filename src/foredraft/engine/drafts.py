@@ -29,7 +29,7 @@ from foredraft.engine.drafter import (
 )
 from foredraft.engine.row import Prediction, RowState
 from foredraft.engine.stats import CAUSES, Limits
-from foredraft.errors import ConfigError, TreeError, described, is_fatal
+from foredraft.errors import ConfigError, TreeError, error_with_type, is_fatal
 from foredraft.sampling.precision import double_device
 from foredraft.tree import DraftPlan, DraftSize, DraftTree
 
@@ -314,7 +314,7 @@ class Drafts:
     def _contain(self, rows: Sequence[Row], fault: BaseException) -> None:
         if is_fatal(fault) or not self._contains_faults:
             raise fault
-        self._give_up(rows, described(fault))
+        self._give_up(rows, error_with_type(fault))
 
     def _give_up(self, rows: Sequence[Row], reason: str) -> None:
         for row in rows:

@@ -28,7 +28,7 @@ from foredraft.engine.row import Admission, Row, RowOutput, logprobs_of
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.stats import Limits, StepClock, StepProfile, StepSeconds
 from foredraft.engine.stopping import Finish, StopChecker
-from foredraft.errors import ConfigError, EngineBusyError, as_exception, is_fatal, told
+from foredraft.errors import ConfigError, EngineBusyError, as_exception, error_text, is_fatal
 from foredraft.machine import return_free_memory
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import CacheGroup
@@ -460,7 +460,7 @@ class Engine:
         if finish is not None:
             row.finish_reason, row.stop_reason = finish.reason, finish.cause
         elif error is not None:
-            row.finish_reason, row.stop_reason = "error", told(error)
+            row.finish_reason, row.stop_reason = "error", error_text(error)
         return result
 
     def _tell_drafter(

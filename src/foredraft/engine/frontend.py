@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overloa
 from foredraft.ending import is_running
 from foredraft.engine.acceptance_model import OF_REQUESTS, PREDICTION
 from foredraft.engine.stats import NOTHING_FOUND, RowStats, StepTrace, counted, describe_cuts
-from foredraft.errors import CopyError, EngineBusyError, PromptError, as_exception, is_fatal, told
+from foredraft.errors import CopyError, EngineBusyError, PromptError, as_exception, error_text, is_fatal
 
 if TYPE_CHECKING:
     from foredraft.config.engine import Guarantee
@@ -377,7 +377,7 @@ class Completion:
             if is_fatal(fault):
                 raise
             self.num_tokens = len(text.ends)
-            self.error, self.finish_reason, self.stop_reason = as_exception(fault), "error", told(fault)
+            self.error, self.finish_reason, self.stop_reason = as_exception(fault), "error", error_text(fault)
         ends = text.ends[first : self.num_tokens]
         self._ends.extend(zip(ends, sources, strict=False))
         if ends:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
-from foredraft.folders import keep_text, parsed_json, replacing
+from foredraft.folders import parsed_json, replacing, write_atomically
 
 CONFIG = "config.json"
 WEIGHTS = (
@@ -96,7 +96,7 @@ def write_checkpoint(folder: str | os.PathLike[str], config: Mapping[str, Any], 
     beside = path / f".{WEIGHTS[0]}"
     with replacing(path / WEIGHTS[0], beside):
         save_file(copies, beside, metadata={"format": "pt"})
-        keep_text(path / CONFIG, json.dumps(dict(config), indent=2) + "\n")
+        write_atomically(path / CONFIG, json.dumps(dict(config), indent=2) + "\n")
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from foredraft.config.engine import Guarantee
 from foredraft.config.keywords import whole_number
 from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.errors import ConfigError, told
+from foredraft.errors import ConfigError, error_text
 from foredraft.loading.packed_copy import PackedCopy
 from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
@@ -291,7 +291,7 @@ def read_generation_config(given: str | os.PathLike[str] | GenerationConfig, mod
         return GenerationConfig.from_pretrained(folder, name)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"generation_config is {str(given)!r}: {told(error)}; give auto, none, or a folder with a "
+            f"generation_config is {str(given)!r}: {error_text(error)}; give auto, none, or a folder with a "
             "generation_config.json"
         ) from None
 

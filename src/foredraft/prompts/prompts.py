@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.config.keywords import check_unicode, has_items, ints_of, whole_number
 from foredraft.config.sampling import SamplingParams
-from foredraft.errors import ConfigError, ForedraftError, PromptError, described
+from foredraft.errors import ConfigError, ForedraftError, PromptError, error_with_type
 from foredraft.prompts.templates import TemplateFailure, rendered_chat
 from foredraft.sampling.noise import mix
 
@@ -158,7 +158,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, ForedraftError):
             raise
-        message = f"the chat template of the model does not accept these messages: {described(error)}"
+        message = f"the chat template of the model does not accept these messages: {error_with_type(error)}"
         raise PromptError(message) from error
     except RecursionError as error:
         raise PromptError("the messages or tools are nested too deeply; make them flatter") from error

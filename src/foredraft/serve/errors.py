@@ -10,7 +10,7 @@ from foredraft.errors import (
     NoTokenError,
     NumericsError,
     PromptError,
-    shortened,
+    shortened_message,
 )
 
 RETRY_SECONDS = 1
@@ -42,7 +42,7 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | int | None = None) -> None:
-        message = shortened(message)
+        message = shortened_message(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
