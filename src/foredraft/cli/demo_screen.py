@@ -121,8 +121,8 @@ def _lanes(console: Console, answer: BothAnswers, room: int | None = None) -> Re
     """
     if console.width < _NARROW:
         half = None if room is None else max(1, room // 2 - 2)
-        shortened = [_body(console, lane, console.width, half) for lane in answer.lanes]
-        return Group(*map(partial(_framed, console.width, None), answer.lanes, shortened))
+        bodies = [_body(console, lane, console.width, half) for lane in answer.lanes]
+        return Group(*map(partial(_framed, console.width, None), answer.lanes, bodies))
     grid = Table.grid(expand=True)
     widths = (console.width // 2, console.width - console.width // 2)
     texts = [_body(console, lane, width, room) for lane, width in zip(answer.lanes, widths, strict=True)]

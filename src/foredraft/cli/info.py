@@ -368,9 +368,9 @@ def show_machine(report: dict[str, Any]) -> None:
     facts.add_row("cache", f"{cache['folder']}: {sizes}; {cache['free_bytes'] / 1e9:.1f} GB free")
     console.print(facts)
     for copy in cache["packed_copies"]:
-        told = f"{copy['file']} ({copy['num_bytes'] / 1e6:.1f} MB, {copy['settings'] or 'settings unknown'})"
+        description = f"{copy['file']} ({copy['num_bytes'] / 1e6:.1f} MB, {copy['settings'] or 'settings unknown'})"
         unused = f"; delete it: {copy['why_unused']}" if copy["why_unused"] else ""
-        console.print(escape(f"packed copy {told}{unused}"), soft_wrap=True)
+        console.print(escape(f"packed copy {description}{unused}"), soft_wrap=True)
     if not report["missing"]:
         console.print("nothing is missing")
         return

@@ -258,12 +258,12 @@ def standard_streams() -> Iterator[None]:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     elif sys.stderr is sys.__stderr__:
-        sys.stderr = _told(sys.stderr, is_needed=False)
+        sys.stderr = _over_reporting_file(sys.stderr, is_needed=False)
     try:
         if sys.stdout is None:
             raise ConfigError("standard output is closed; redirect it, for example to /dev/null")
         if sys.stdout is sys.__stdout__:
-            sys.stdout = _told(sys.stdout, is_needed=True)
+            sys.stdout = _over_reporting_file(sys.stdout, is_needed=True)
         try:
             yield
         finally:
@@ -280,7 +280,7 @@ def standard_streams() -> Iterator[None]:
         raise
 
 
-def _told(stream: Any, *, is_needed: bool) -> Any:
+def _over_reporting_file(stream: Any, *, is_needed: bool) -> Any:
     """Stream over a `_Stream` with the same settings."""
     raw = _Stream(stream.fileno(), is_needed=is_needed)
     options = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}

@@ -128,10 +128,10 @@ class Drafts:
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Show chunks of prompts to the drafter; decoding begins after the last chunk of a row."""
-        told = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if not row.is_plain]
-        if told:
-            of_rows = [row for row, _ in told]
-            self._try(of_rows, partial(self._drafter.start, of_rows, [chunk for _, chunk in told]), None)
+        drafted_for = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if not row.is_plain]
+        if drafted_for:
+            of_rows = [row for row, _ in drafted_for]
+            self._try(of_rows, partial(self._drafter.start, of_rows, [chunk for _, chunk in drafted_for]), None)
 
     def fork(self, row: Row, copies: Sequence[Row]) -> None:
         """Start further samples of the prompt of a row that has just started."""

@@ -472,14 +472,14 @@ class Engine:
         choices: Choices | None,
     ) -> None:
         """Report the step to the drafter, for rows that go on: the accepted nodes, and the target's features."""
-        rows, told = [], []
+        rows, steps = [], []
         for i, result in enumerate(results):
             row = result.row
             if result.token_ids and row.finish_reason is None and not row.is_plain:
                 rows.append(row)
-                told.append(StepResult(drafts[i], paths[i], result.token_ids, RowFeatures(output, i, choices)))
+                steps.append(StepResult(drafts[i], paths[i], result.token_ids, RowFeatures(output, i, choices)))
         if rows:
-            self._drafts.observe(rows, told)
+            self._drafts.observe(rows, steps)
 
     def _erase_doubtful(self, rows: Sequence[Row]) -> None:
         """Zero the cache behind the committed columns of rows in doubt, because these values may not be finite."""

@@ -95,13 +95,13 @@ def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
         >>> describe_cuts(Counter(governor=8), Counter(governor=2, nothing_found=1))
         'the governor cut 8 drafted tokens and left 2 steps without a draft'
     """
-    described = []
+    phrases = []
     for cause in sorted(CAUSES, key=lambda cause: (-steps[cause], -tokens[cause])):
         parts = [f"cut {counted(tokens[cause], 'drafted token')}"] if tokens[cause] else []
         parts += [f"left {counted(steps[cause], 'step')} without a draft"] if steps[cause] else []
         if parts:
-            described.append(f"{CAUSES[cause]} {' and '.join(parts)}")
-    return ", ".join(described)
+            phrases.append(f"{CAUSES[cause]} {' and '.join(parts)}")
+    return ", ".join(phrases)
 
 
 def describe_drafting(counts: RowStats, governor: Mapping[str, Any] | None) -> list[str]:

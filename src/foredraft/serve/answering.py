@@ -217,9 +217,9 @@ class EventStream(Response):
         handler.wake_after(self._keep_alive)
         await self._put(send, *form.opening())
         while (news := await handler.news()) is not None:
-            told = form.events(self._ready(news), usage)
+            events = form.events(self._ready(news), usage)
             is_silent = not news or perf_counter() - self._last_put > self._keep_alive
-            await self._put(send, *(told or [KEEP_ALIVE] * is_silent))
+            await self._put(send, *(events or [KEEP_ALIVE] * is_silent))
         beside = counts_of(handler.queued, parsed.detail) | handler.queued.notes
         used = usage()
         if parsed.verifies:

@@ -143,10 +143,10 @@ class Application:
             beside = error.headers or {}  # the header Allow
             served = f"; the endpoints are {', '.join(TEXT_PATHS)}" if error.status_code == 404 else ""
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}{served}")
-        told = ApiError.of(error)
-        if told.status >= 500 and told is not error:
+        api_error = ApiError.of(error)
+        if api_error.status >= 500 and api_error is not error:
             logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)
-        return refusal(told, **beside)
+        return refusal(api_error, **beside)
 
     def _ready(self) -> Served:
         if self.is_stopping:
@@ -202,7 +202,9 @@ class Application:
 
         Raises: ApiError if the body is too large, compressed, too slow to arrive, or not a JSON object.
         """
-        codings = [coding.strip() for told in request.headers.getlist("content-encoding") for coding in told.split(",")]
+        codings = [
+            coding.strip() for header in request.headers.getlist("content-encoding") for coding in header.split(",")
+        ]
         for coding in codings:
             if coding.lower() not in ("", "identity"):
                 raise ApiError(

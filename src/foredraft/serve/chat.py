@@ -302,14 +302,14 @@ class ChatForm(ChoicesForm):
             parts = reader.read(text, is_last)
             said = {} if self._tools.forced else {"content": "".join(each for each in parts if isinstance(each, str))}
             if calls := [each for each in parts if not isinstance(each, str)]:
-                said |= self._told(calls)
+                said |= self._fields_of_calls(calls)
             reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
         choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
         if delta.logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part])
         return self._tell(choice, delta, part)
 
-    def _told(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _fields_of_calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """Tool calls, or pieces of them, as the field of a message."""
         return called(calls) if self._has_functions else {"tool_calls": calls}
 
@@ -334,7 +334,7 @@ class ChatForm(ChoicesForm):
             if (reader := self._tools.reader()) is not None:
                 message["content"], calls = message_of(reader.read(text.text, is_last=True))
                 if calls:
-                    message |= self._told(calls)
+                    message |= self._fields_of_calls(calls)
                 if calls or self._tools.forced:
                     message["content"] = message["content"] or None
                 reason = self._reason if reason == "stop" and reader.ends_with_calls else reason

@@ -120,17 +120,17 @@ class ChoicesForm(ResponseFormat):
             choices += self.choices(delta)
             if delta.finish_reason is not None:
                 choices[-1]["seed"] = delta.seed
-        told = {"usage": usage()} if choices and self._parsed.continues_usage else {}
-        return self._chunks(choices, **told)
+        extra = {"usage": usage()} if choices and self._parsed.continues_usage else {}
+        return self._chunks(choices, **extra)
 
-    def _chunks(self, choices: Sequence[dict[str, Any]], **told: Any) -> list[bytes]:
-        if told:
-            return [event({**self._chunk, **told, "choices": [choice]}) for choice in choices]
+    def _chunks(self, choices: Sequence[dict[str, Any]], **extra: Any) -> list[bytes]:
+        if extra:
+            return [event({**self._chunk, **extra, "choices": [choice]}) for choice in choices]
         return [f'data: {self._beginning},"choices":[{written(choice)}]}}\n\n'.encode() for choice in choices]
 
     def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
-        told = ({"usage": usage} if self._parsed.includes_usage else {}) | beside
-        return [event({**self._chunk, "choices": [], **told})] if told else []
+        extra = ({"usage": usage} if self._parsed.includes_usage else {}) | beside
+        return [event({**self._chunk, "choices": [], **extra})] if extra else []
 
     def failure(self, error: ApiError) -> list[bytes]:
         return [event(error.body)]

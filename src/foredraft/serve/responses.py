@@ -96,11 +96,11 @@ def read_response(body: dict[str, Any], served: Served, settings: ServerSettings
     tools, choice = _tools(given.get("tools")), given.get("tool_choice")
     chat |= {"tools": [{"type": "function", "function": tool} for tool in tools], "tool_choice": _choice(choice)}
     parsed, offered = read_conversation(chat, served, settings)
-    told = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
-    told |= {"text": {"format": given.mapping("text").get("format", TEXT)}, "tool_choice": choice or "auto"}
-    told |= {"tools": [{"type": "function", **dict.fromkeys(FUNCTION_FIELDS), **tool} for tool in tools]}
-    told |= {"parallel_tool_calls": bool(tools) and given.flag("parallel_tool_calls", True)}
-    return parsed, ResponseForm(parsed, served, offered, told)
+    echoed = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
+    echoed |= {"text": {"format": given.mapping("text").get("format", TEXT)}, "tool_choice": choice or "auto"}
+    echoed |= {"tools": [{"type": "function", **dict.fromkeys(FUNCTION_FIELDS), **tool} for tool in tools]}
+    echoed |= {"parallel_tool_calls": bool(tools) and given.flag("parallel_tool_calls", True)}
+    return parsed, ResponseForm(parsed, served, offered, echoed)
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
@@ -148,17 +148,17 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         wrong_field(where, item, "a message with role and content")
     kind = item.get("type", "message")
     if kind == "function_call":
-        function = {"name": _told(item, "name", where), "arguments": _told(item, "arguments", where)}
-        call = {"id": _told(item, "call_id", where), "type": "function", "function": function}
+        function = {"name": _text_field(item, "name", where), "arguments": _text_field(item, "arguments", where)}
+        call = {"id": _text_field(item, "call_id", where), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": _told(item, "call_id", where), "content": item.get("output")}
+        return {"role": "tool", "tool_call_id": _text_field(item, "call_id", where), "content": item.get("output")}
     if kind != "message" or item.get("role") == "tool":
         wrong_field(f"{where}.type", item.get("type"), ITEMS)
     return {"role": item.get("role"), "content": item.get("content")}
 
 
-def _told(item: dict[str, Any], name: str, where: str) -> str:
+def _text_field(item: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(value := item.get(name), str):
         wrong_field(f"{where}.{name}", value, "a string")
     return value
@@ -197,10 +197,10 @@ class ResponseForm(ResponseFormat):
 
     Args:
       tools: tools of the request.
-      told: fields of the request that the response repeats.
+      echoed: fields of the request that the response repeats.
     """
 
-    def __init__(self, parsed: ParsedRequest, served: Served, tools: Tools, told: dict[str, Any]) -> None:
+    def __init__(self, parsed: ParsedRequest, served: Served, tools: Tools, echoed: dict[str, Any]) -> None:
         self._by_token = parsed.by_token
         self._reader = tools.reader()
         self._num_events = 0
@@ -218,7 +218,7 @@ class ResponseForm(ResponseFormat):
             "truncation": "disabled",
             "background": False,
             "store": False,
-            **told,
+            **echoed,
         }
 
     def opening(self) -> list[bytes]:
@@ -294,11 +294,11 @@ class ResponseForm(ResponseFormat):
         return [*events, self._event(f"response.{self._status}", response=self._finished(usage, beside))]
 
     def failure(self, error: ApiError) -> list[bytes]:
-        told = error.body["error"]
+        body = error.body["error"]
         self._items = []
         kind = "server_error" if error.status >= 500 else "invalid_prompt"  # the only two codes of the API that fit
-        failed = self._responded("failed", None) | {"error": {"code": kind, "message": told["message"]}}
-        said = {"code": str(told["code"]), "message": told["message"], "param": told["param"]}
+        failed = self._responded("failed", None) | {"error": {"code": kind, "message": body["message"]}}
+        said = {"code": str(body["code"]), "message": body["message"], "param": body["param"]}
         return [self._event("error", **said), self._event("response.failed", response=failed)]
 
     def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:

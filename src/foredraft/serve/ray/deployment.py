@@ -72,7 +72,7 @@ class Collector:
     def pages(self) -> dict[str, bytes]:
         """Pages of the replicas that have reported recently."""
         now = time.monotonic()
-        self._pages = {name: told for name, told in self._pages.items() if now - told[0] < STALE_SECONDS}
+        self._pages = {name: page for name, page in self._pages.items() if now - page[0] < STALE_SECONDS}
         return {name: page for name, (_, page) in self._pages.items()}
 
 

@@ -233,9 +233,9 @@ class FailoverState:
         avoided = self.work.avoided | ({self.replica} if self.replica else set())
         self.work = replace(self.work, output_ids=self.journal.output_ids, avoided=avoided)
         if self._has_begun:
-            told = self.queued.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
-            told["count"] += 1
-            told["at_tokens"].append(self.journal.num_tokens)
+            note = self.queued.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
+            note["count"] += 1
+            note["at_tokens"].append(self.journal.num_tokens)
             self._is_paused = True
             self._metrics.failovers.inc()
 
@@ -478,12 +478,14 @@ def with_callers(app: ASGIApp, has_keys: bool) -> ASGIApp:
             headers = dict(scope["headers"])
             key = headers.get(b"authorization", b"").decode("latin-1") if has_keys else ""
             client = key or (scope.get("client") or ("",))[0]
-            CALLER.set(Caller(_told(headers.get(REQUEST_ID)), _told(headers.get(b"x-session-id")), client))
+            CALLER.set(
+                Caller(_header_text(headers.get(REQUEST_ID)), _header_text(headers.get(b"x-session-id")), client)
+            )
         await app(scope, receive, send)
 
     return noted
 
 
-def _told(header: bytes | None) -> str:
+def _header_text(header: bytes | None) -> str:
     """Value of a header if it is safe in logs; otherwise empty."""
     return header.decode() if header is not None and ALLOWED_ID.fullmatch(header) else ""
