@@ -149,7 +149,7 @@ class TestSamplingParams:
         [
             ({"best_of": 4}, "best_of=4: .*use n"),
             ({"use_beam_search": True}, "use_beam_search=True: .*beam_search_generate"),
-            ({"guided_decoding": {"json": {}}}, "guided_decoding=dict: .*structured_outputs"),
+            ({"guided_decoding": {"json": {}}}, "guided_decoding={'json': {}}: .*structured_outputs"),
             ({"do_sample": False}, "do_sample=False: temperature=0 is greedy"),
             ({"max_length": 99}, "max_length=99: .*use max_tokens"),
         ],
@@ -435,7 +435,7 @@ class TestSpeculativeConfig:
         ],
     )
     def test_out_of_range(self, method: str, key: str, value: Any) -> None:
-        with pytest.raises(ConfigError, match=rf"SpeculativeConfig\.{key} is "):
+        with pytest.raises(ConfigError, match=rf"^{key} is "):
             SpeculativeConfig.parse({"method": method, key: value})
 
     @pytest.mark.parametrize(

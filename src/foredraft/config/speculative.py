@@ -69,7 +69,7 @@ class SpeculativeConfig:
         values = self.as_dict()
         if values.get("model") is not None and not isinstance(values["model"], (str, os.PathLike)):
             values["model"] = type(values["model"])  # the repr of a loaded model lists all of its layers
-        return f"{NAME}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
+        return f"SpeculativeConfig({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
