@@ -362,7 +362,7 @@ def test_a_slow_first_call_says_what_it_does_at_a_terminal(
     generate(model, custom_generate=hook, **options)
     assert is_said.is_set()
     start = "\n" if has_streamer else ""
-    assert capsys.readouterr() == ("", f"{start}foredraft: preparing and testing the model for foredraft ...\n")
+    assert capsys.readouterr() == ("", f"{start}foredraft: preparing and testing the model ...\n")
     is_said.clear()
     monkeypatch.setattr("foredraft.progress.threading.Timer", None)  # the second call starts none
     generate(model, custom_generate=hook)
@@ -383,7 +383,7 @@ def test_a_slow_first_call_is_silent_where_nobody_would_read_it(
     speculate("ngram").prepare(toy_model())
     assert is_said.is_set()
     assert capsys.readouterr() == ("", "")
-    assert caplog.messages == (["preparing and testing the model for foredraft ..."] if place == "a handler" else [])
+    assert caplog.messages == (["preparing and testing the model ..."] if place == "a handler" else [])
 
 
 def _slow_until_said(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -320,7 +320,7 @@ def _decode_a_little(lm: CausalLM, config: EngineConfig) -> None:
 def _work_on(model: PreTrainedModel) -> str:
     """Return the name of the preparations for a model."""
     path = str(model.name_or_path or "")
-    return f"preparing and testing {zoo.name_of(path) or path or 'the model'} for foredraft"
+    return f"preparing and testing {zoo.name_of(path) or path or 'the model'}"
 
 
 def _short(value: Any) -> str:
