@@ -131,7 +131,7 @@ def _loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(model: Any, **options: Any) -> Any:
         key = (str(model), *sorted(options.items(), key=str))
-        if not isinstance(model, str) or not is_zoo(model) or options["cache_packed"]:
+        if not isinstance(model, str) or not is_zoo(model):
             return load_model(model, **options)
         if key not in _LOADED:
             _LOADED[key] = load_model(model, **options)

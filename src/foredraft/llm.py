@@ -43,7 +43,6 @@ from foredraft.loading.info import (
     sampling_defaults,
 )
 from foredraft.loading.models import adapter_of, is_zoo, load_model, load_tokenizer
-from foredraft.loading.packed_copy import check_cache_packed
 from foredraft.loading.pairing import Pairing, applicable
 from foredraft.loading.sources import check_parts
 from foredraft.loading.stored import save_compressed
@@ -87,11 +86,10 @@ class LLM:
       quantization: "int8" or "int4" rounds the weights of linear layers to this many bits when they are loaded. The
         rounded model is then the target: its output is preserved, with or without drafts. See docs/weights.md.
       weights: "stored" computes directly with the quantised weights of a GGUF file, without rounding them to another
-        dtype. The model with these exact weights is then the target. Also available for zoo:smollm2.
+        dtype. The model with these exact weights is then the target. Also available for zoo:smollm2. "dequantized"
+        converts them to the dtype. None is "stored" for a quantised GGUF file on a CPU with kernels.
       kv_cache_dtype: "bfloat16" or "int8" rounds keys and values when they are written. The model with that cache is
         then the target, with or without drafts. "auto" leaves them in the dtype of the model.
-      cache_packed: True to store packed weights in the cache folder and read them from there the next time; see
-        docs/weights.md.
       seed: seed for requests that set none. Request number i then draws with ``mix(seed, i)``, so results are
         repeatable.
       num_cached_prefixes: number of finished requests whose keys and values are kept. Prompts that begin with the same
@@ -137,7 +135,6 @@ class LLM:
         quantization: str | None = None,
         weights: str | None = None,
         kv_cache_dtype: str = "auto",
-        cache_packed: bool = False,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
         generation_config: str | os.PathLike[str] | GenerationConfig = AUTO,
@@ -163,7 +160,6 @@ class LLM:
         check_quantization(quantization)
         check_weights(weights, quantization)
         check_kv_cache_dtype(kv_cache_dtype)
-        check_cache_packed(cache_packed, execution)
         profile = None if profile_file is None else Profile.load(profile_file)
         check_parts(drafts)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -179,7 +175,6 @@ class LLM:
             quantization=quantization,
             weights=weights,
             with_tokenizer=chosen is None,
-            cache_packed=cache_packed,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
         stage(f"preparing and testing {loaded.name}", logging.DEBUG)
@@ -194,7 +189,6 @@ class LLM:
             trust_remote_code=trust_remote_code,
             dtype=dtype,
             profile=profile,
-            cache_packed=cache_packed,
         )
         self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
         config = read_generation_config(generation_config, loaded.model)

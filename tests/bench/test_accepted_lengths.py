@@ -1,11 +1,9 @@
-"""Accepted lengths beside the truncated geometric distribution: exact for independent tokens, wrong for others."""
+"""Accepted lengths beside the truncated geometric distribution."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import random
-from collections import Counter
 
 import pytest
 from parts import AcceptedLengths, Position, accepted_lengths, expected_length, table, wilson
@@ -48,36 +46,6 @@ def test_a_small_table_by_hand() -> None:
     assert Position(1, 2, 0.5).interval == pytest.approx((0.0945, 0.9055), abs=1e-4)
     assert (wilson(0, 5)[0], wilson(5, 5)[1]) == (0.0, 1.0)
     assert found.expected_from_first == pytest.approx((4 / 3 + 2 * (1 + 1 / 3 + 1 / 9)) / 3)
-
-
-def drawn(chances: list[float], num_steps: int, num_drafted: int = 5) -> AcceptedLengths:
-    """Steps whose tokens are accepted independently, each step with one of the chances."""
-    rng = random.Random(0)
-    found: Counter[int] = Counter()
-    for step in range(num_steps):
-        chance = chances[step % len(chances)]
-        found[next((place for place in range(num_drafted) if rng.random() >= chance), num_drafted)] += 1
-    return lengths_of(*((num_drafted, accepted, count) for accepted, count in sorted(found.items())))
-
-
-def test_independent_acceptances_follow_the_formula() -> None:
-    """20,000 steps: the mean has a standard error of 0.012, so the bound is four of them and more."""
-    found = drawn([0.6], 20_000)
-    assert found.rate == pytest.approx(0.6, abs=0.01)
-    assert found.observed == pytest.approx(found.expected, abs=0.05)
-    assert found.distance < 0.02
-    assert all(abs(place.rate - 0.6) < 0.03 for place in found.positions)
-
-
-def test_easy_and_hard_places_make_the_formula_wrong() -> None:
-    """Half of the steps at 0.95 and half at 0.25: later positions are reached in easy places only."""
-    found = drawn([0.95, 0.25], 20_000)
-    rates = [place.rate for place in found.positions]
-    assert rates[0] == pytest.approx(0.6, abs=0.02)
-    assert rates == sorted(rates)
-    assert rates[-1] > 0.9
-    assert found.expected_from_first < found.observed - 0.5
-    assert found.distance > 0.2
 
 
 def test_steps_of_an_arm_are_counted_but_the_last_of_a_text() -> None:

@@ -19,7 +19,6 @@ from workers.transformers_worker import TransformersArm
 
 from drafting import made
 from foredraft import zoo
-from foredraft.beginnings import first_difference
 from foredraft.bench import equality, report, workload
 from foredraft.bench.arms import EngineArm
 from foredraft.bench.methods import MethodsSettings
@@ -219,13 +218,6 @@ def test_transformers_samples_by_the_seed_and_leaves_the_assistant_as_it_was(pai
     assert pair.drafter.generation_config.to_dict() == before
 
 
-def test_own_arms_agree_when_sampling(target: CausalLM, drafter: CausalLM) -> None:
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
-    plain, drafted = plain_arm(target).run(PROMPT, 20, sampling), draft_arm(target, drafter).run(PROMPT, 20, sampling)
-    assert plain.token_ids == drafted.token_ids
-    assert drafted.stats.num_draft_tokens > 0
-
-
 def test_a_batch_counts_all_its_tokens(target: CausalLM) -> None:
     """Every token after the rows have entered, a first token per row at most left out."""
     arm = EngineArm("plain", target, EmptyDrafter(), (), EngineConfig(max_num_seqs=3))
@@ -248,11 +240,12 @@ def test_a_batch_whose_first_rows_end_before_the_last_enters_is_timed(target: Ca
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 
-class _Fake(Arm):
+class Fake(Arm):
     """Takes a fixed time per token, and says in which order it was called."""
 
-    def __init__(self, name: str, seconds: float, calls: list[str], tokens: tuple[int, ...] = (1, 2, 3)) -> None:
-        self.name, self._seconds, self._calls, self._tokens = name, seconds, calls, tokens
+    def __init__(self, name: str, seconds: float, tokens: tuple[int, ...] = (1, 2, 3), calls: Any = None) -> None:
+        self.name, self._seconds, self._tokens = name, seconds, tokens
+        self._calls = [] if calls is None else calls
 
     def run(self, prompt_ids, max_new_tokens, sampling) -> Run:
         self._calls.append(self.name)
@@ -266,13 +259,13 @@ def trial_of(*arms: Arm, repeats: int = 1) -> Trial:
 
 def test_arms_run_forwards_and_backwards() -> None:
     calls: list[str] = []
-    trial_of(_Fake("a", 1.0, calls), _Fake("b", 2.0, calls), repeats=2)
+    trial_of(Fake("a", 1.0, calls=calls), Fake("b", 2.0, calls=calls), repeats=2)
     assert calls[:2] == ["a", "b"], "warm-up"
     assert calls[2:] == list("abba" * 2) * 3
 
 
 def test_a_ratio_is_the_median_of_the_prompts() -> None:
-    trial = trial_of(_Fake("slow", 3.0, []), _Fake("fast", 2.0, []))
+    trial = trial_of(Fake("slow", 3.0), Fake("fast", 2.0))
     found = compare(trial, "fast", "slow")
     assert found.ratio == found.low == found.high == found.worst == found.best == 1.5
     assert found.num_prompts == 3
@@ -280,7 +273,7 @@ def test_a_ratio_is_the_median_of_the_prompts() -> None:
 
 
 def test_prompts_without_decoding_are_left_out() -> None:
-    trial = trial_of(_Fake("slow", 3.0, []), _Fake("one token", 2.0, [], tokens=(1,)))
+    trial = trial_of(Fake("slow", 3.0), Fake("one token", 2.0, (1,)))
     found = compare(trial, "one token", "slow")
     assert found.num_prompts == 0
     assert math.isnan(found.ratio)
@@ -295,12 +288,6 @@ def test_the_interval_of_a_median_covers_it() -> None:
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------
-
-
-def test_first_difference() -> None:
-    assert first_difference((1, 2, 3), (1, 2, 3)) is None
-    assert first_difference((1, 2, 3), (1, 9, 3)) == 1
-    assert first_difference((1, 2), (1, 2, 3)) == 2
 
 
 def test_a_wrong_token_closes_the_gate_and_shows_its_gap(pair: Pair, target: CausalLM) -> None:

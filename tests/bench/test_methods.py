@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -250,14 +251,19 @@ def test_methods_are_compared_on_rounded_weights_and_caches() -> None:
     assert row.equality.num_identical == 2
 
 
-def test_a_method_whose_tokens_differ_gets_no_figures(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
+def says(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
+    """Let an arm say something else than what was decoded."""
     honest = EngineArm.run
 
     def lying(self: EngineArm, *args: Any) -> Run:
         run = honest(self, *args)
-        return run if self.name != "ngram" else replace(run, token_ids=(*run.token_ids[:-1], 0))
+        return run if self.name != name else replace(run, token_ids=change(run.token_ids))
 
     monkeypatch.setattr(EngineArm, "run", lying)
+
+
+def test_a_method_whose_tokens_differ_gets_no_figures(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, "ngram", lambda tokens: (*tokens[:-1], 0))
     found = methods.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
     assert [one.method for one in found.rows] == ["suffix"]
     assert [one.arm for one in found.different] == ["ngram"]
@@ -277,13 +283,8 @@ def test_forced_methods_run_without_the_governor(methods: Methods) -> None:
 def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parting at a gap that rounding explains is counted where tokens are promised up to rounding."""
     methods = Methods("zoo:tiny", "bfloat16", replace(SETTINGS, execution="eager"))
-    honest, limit = EngineArm.run, NEAR_TIES[torch.bfloat16]
-
-    def parting(self: EngineArm, *args: Any) -> Run:
-        run = honest(self, *args)
-        return run if self.name != "ngram" else replace(run, token_ids=(*run.token_ids[:-1], run.token_ids[-1] + 1))
-
-    monkeypatch.setattr(EngineArm, "run", parting)
+    limit = NEAR_TIES[torch.bfloat16]
+    says(monkeypatch, "ngram", lambda tokens: (*tokens[:-1], tokens[-1] + 1))
     for gap, is_near in ((0.5 * limit, True), (2.0 * limit, False)):
         monkeypatch.setattr("foredraft.bench.methods.gap_of", lambda *_, gap=gap: lambda *_: gap)
         found = methods.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
@@ -362,13 +363,7 @@ def test_the_model_that_is_taken_by_default_is_named(monkeypatch: pytest.MonkeyP
 
 
 def test_a_difference_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = EngineArm.run
-
-    def lying(self: EngineArm, *args: Any) -> Run:
-        run = honest(self, *args)
-        return run if self.name == "plain" else replace(run, token_ids=run.token_ids[:-1])
-
-    monkeypatch.setattr(EngineArm, "run", lying)
+    says(monkeypatch, "ngram", lambda tokens: tokens[:-1])
     found = invoke(*QUICK, "--methods", "ngram")
     assert found.exit_code == 3, found.output
     assert "no speed is shown" in " ".join(found.stdout.split())

@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from foredraft.errors import ConfigError
 from foredraft.folders import cache_folder
 
 FAKE = """
-import json, os
+import itertools, json, os
 from .protocol import DecodedRows, Entry, EntrySettings, common_options, serve
 
 
@@ -42,12 +41,15 @@ def main():
         return [sum(prompt) % 50 + place + (departs_at is not None and place >= departs_at) for place in range(length)]
 
     def made(entry, speeds):
+        turns = itertools.count()
+
         def run(prompts, length):
+            departs_at = 2 if entry.get("varies") and next(turns) % 2 else entry.get("departs_at")
             with open(plan["calls"], "a") as calls:
                 calls.write(json.dumps([plan["name"], entry["name"], prompts]) + "\\n")
             if plan.get("dies_at") in prompts:
                 os._exit(7)
-            rows = [text(ids, length, entry.get("departs_at")) for ids in prompts]
+            rows = [text(ids, length, departs_at) for ids in prompts]
             num_first = sum(map(len, rows)) if entry.get("at_once") else len(rows)
             decoded = sum(map(len, rows)) - num_first
             seconds = speeds[1 if prompts[0][0] >= 100 else 0]
@@ -221,14 +223,6 @@ def test_quantised_arms_are_shown_apart_and_own_ones_compared_with_those_of_othe
     assert "does not count" in text
 
 
-def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
-    own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
-    outcome = track.run([track.launch("foredraft", own), track.launch("other", [entry("plain")])])
-    text = shown(outcome, 200)
-    assert "all tokens came with the first step" in text
-    assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
-
-
 # -- equality ----------------------------------------------------------------------------------------------------
 
 
@@ -238,9 +232,10 @@ def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
         (entry("ngram", LOOKUP, departs_at=2), "float32", True),
         (entry("ngram", LOOKUP, departs_at=2), "bfloat16", False),
         (entry("plain int8", counts=False, numerics="float32, int8 weights", departs_at=2), "float32", False),
+        (entry("ngram", LOOKUP, varies=True), "bfloat16", True),
     ],
 )
-def test_own_texts_that_differ_in_float32_hide_all_speeds(
+def test_own_texts_that_differ_in_float32_or_from_run_to_run_hide_all_speeds(
     track: Track, own: dict[str, Any], dtype: str, is_wrong: bool
 ) -> None:
     """Arms with other weights are not held to the texts of full precision."""
@@ -251,37 +246,23 @@ def test_own_texts_that_differ_in_float32_hide_all_speeds(
     assert ("tok/s" in shown(outcome)) != is_wrong
 
 
-def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Track) -> None:
-    """The control: the same field without the fault passes."""
-    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])])
-    assert outcome.wrong == ()
-    with track.race([track.launch("foredraft", OWN), track.launch("other", [entry("plain")])]) as race:
-        same = outcome.rounds[0].rows[0].equality
-        arm = type("Arm", (), {"worker": race._workers[0]})()
-        assert not race._is_wrong(arm, same)
-        assert race._is_wrong(arm, replace(same, is_repeatable=False))
-
-
 # -- who takes part ----------------------------------------------------------------------------------------------
 
 
-def test_engines_that_do_not_start_are_left_out_by_name(track: Track) -> None:
-    launches = [
-        track.launch("foredraft", OWN),
-        track.launch("lame", [], broken="no such model"),
-        track.launch("other", OWN),
-    ]
-    outcome = track.run(launches)
+def test_what_takes_no_part_or_was_not_timed_is_named_with_its_reason(track: Track) -> None:
+    """Engines that do not start, ways to decode of which nothing works, and tokens that all come at once."""
+    own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
+    peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": {"first": None, "second": None}}]
+    lame = track.launch("lame", [], broken="no such model")
+    outcome = track.run([track.launch("foredraft", own), lame, track.launch("other", peer)])
     assert list(outcome.engines) == ["foredraft", "other"]
     assert "no such model" in outcome.missing["lame"]
-    assert "missing  lame: " in shown(outcome, 500)
-
-
-def test_a_way_to_decode_of_which_nothing_works_is_left_out(track: Track) -> None:
-    peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": {"first": None, "second": None}}]
-    outcome = track.run([track.launch("foredraft", OWN), track.launch("other", peer)])
     assert "other lookup" not in rows(outcome)
     assert "way second: does not work: no such kernel" in outcome.missing["other lookup"]
+    assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
+    text = shown(outcome, 500)
+    assert "missing  lame: " in text
+    assert "all tokens came with the first step" in text
 
 
 def test_an_engine_that_dies_is_an_error_with_its_log(track: Track) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import house
 import pytest
 import speed
+from test_bench import Fake
 
-from foredraft.bench.trial import Arm, Run, Sampling, interleave
+from foredraft.bench.trial import Sampling, interleave
 from foredraft.bench.workload import BenchPrompt
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
@@ -58,16 +58,6 @@ def test_a_way_is_the_files_whose_functions_are_called(tmp_path: Path, monkeypat
     assert sys.getprofile() is None
     assert set(found.calls) == {str(package / "called.py")}
     assert found.calls.total() >= 2
-
-
-class Fake(Arm):
-    """Takes so many seconds per token, times the first id of the prompt."""
-
-    def __init__(self, name: str, seconds: float, tokens: tuple[int, ...] = (1, 2, 3)) -> None:
-        self.name, self._seconds, self._tokens = name, seconds, tokens
-
-    def run(self, prompt_ids: Any, max_new_tokens: int, sampling: Sampling) -> Run:
-        return Run(self._tokens, 1, 0.0, 2 * self._seconds * prompt_ids[0])
 
 
 def test_speeds_are_ratios_of_sums_by_kind_and_their_geometric_mean() -> None:

@@ -46,15 +46,6 @@ def tiny(seed: int, vocab_size: int) -> PreTrainedModel:
     )
 
 
-def hf_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
-    """What `transformers` says."""
-    ids = torch.tensor([list(prompt)])
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, **options
-    )
-    return output[0, len(prompt) :].tolist()
-
-
 def plain_distribution(
     model: PreTrainedModel, processor: Any, prompt: Sequence[int], length: int, eos: Sequence[int] = ()
 ) -> dict[tuple[int, ...], float]:

@@ -105,26 +105,16 @@ def test_a_negative_budget(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"gamma": -1}, "gamma is -1"),
-        ({"gamma_min": 5, "gamma_max": 2}, "is 5 and gamma_max .* is 2"),
-        ({"use_egag": True, "gamma_min": 5, "gamma_max": 2}, "is 5 and gamma_max .* is 2"),
-        ({"use_egag": True, "gamma_min": 6}, "is 6 and gamma_max .* is 5"),
-        ({"use_egag": True, "gamma_min": -1}, "gamma_min .* is -1"),
-        ({"use_egag": True, "egag_ema_beta": 1.0}, "beta is 1.0"),
-        ({"logits_processor": None}, "logits_processor is None"),
-        ({"logits_processor": torch.softmax}, "__call__"),
-    ],
-)
-def test_options_of_speculative_generate(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        CALLS["speculative"](PROMPT, **options)
-
-
-@pytest.mark.parametrize(
     ("name", "options", "text"),
     [
+        ("speculative", {"gamma": -1}, "gamma is -1"),
+        ("speculative", {"gamma_min": 5, "gamma_max": 2}, "is 5 and gamma_max .* is 2"),
+        ("speculative", {"use_egag": True, "gamma_min": 5, "gamma_max": 2}, "is 5 and gamma_max .* is 2"),
+        ("speculative", {"use_egag": True, "gamma_min": 6}, "is 6 and gamma_max .* is 5"),
+        ("speculative", {"use_egag": True, "gamma_min": -1}, "gamma_min .* is -1"),
+        ("speculative", {"use_egag": True, "egag_ema_beta": 1.0}, "beta is 1.0"),
+        ("speculative", {"logits_processor": None}, "logits_processor is None"),
+        ("speculative", {"logits_processor": torch.softmax}, "__call__"),
         ("ngram", {"gamma": -2}, "gamma is -2"),
         ("ngram", {"gamma": 2.5}, "gamma is 2.5; it must be a whole number"),
         ("ngram", {"max_gen_len": 2.5}, "max_gen_len is 2.5; it must be a whole number"),
@@ -137,7 +127,7 @@ def test_options_of_speculative_generate(options: dict[str, Any], text: str) -> 
         ("beams", {"min_length": -1.0}, "min_length is -1.0"),
     ],
 )
-def test_options_of_the_others(name: str, options: dict[str, Any], text: str) -> None:
+def test_options(name: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         CALLS[name](PROMPT, **options)
 

@@ -1,7 +1,7 @@
 """Every example of the documents that describe the classic interface, with another prefix and another model.
 
 Of the five, two describe the functions (speculative decoding; n-gram assisted decoding), two show the usage of the
-n-gram function and of its storages, and one is a survey of other methods, without any example of this library.
+n-gram function and of its storages (test_classic_installed.py runs it), and one is a survey of other methods.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from classic_models import PROMPT, drafter, hf_greedy, target
+from classic_models import PROMPT, drafter, target
 from transformers.cache_utils import DynamicCache
 
-from foredraft import zoo
 from foredraft.classic import DraftedToken, Step, last_trace
 from foredraft.classic.ngram_assisted import (
     INgramStorage,
@@ -27,7 +26,6 @@ from foredraft.classic.ngram_assisted import (
 from foredraft.classic.sampling import (
     autoregressive_generate,
     beam_search_generate,
-    max_fn,
     speculative_generate,
 )
 from foredraft.classic.utils import printing
@@ -144,7 +142,7 @@ def test_what_a_one_level_storage_holds() -> None:
         ("of", "France"): {"is": 1},
         ("France", "is"): {"Paris": 1},
     }
-    assert {gram: WORDS[token] for gram, token in words_of(storage.ngrams).items()} == {
+    assert {gram: WORDS[token] for gram, token in words(storage.ngrams).items()} == {
         ("The", "capital"): "of",
         ("capital", "of"): "France",
         ("of", "France"): "is",
@@ -154,10 +152,6 @@ def test_what_a_one_level_storage_holds() -> None:
     assert said(storage.next_token(ids("The capital of"))) == ("France", True)
     assert said(storage.next_token(ids("is Paris")))[1] is False
     assert said(storage.next_token(ids("of")))[1] is False
-
-
-def words_of(table: dict[tuple[int, ...], int]) -> dict[tuple[str, ...], int]:
-    return {tuple(WORDS[token] for token in gram): token for gram, token in table.items()}
 
 
 def test_what_a_storage_of_all_orders_holds() -> None:
@@ -184,17 +178,6 @@ def test_the_longest_known_context_wins() -> None:
     assert said(storage.next_token(ids("Germany")))[1] is False
 
 
-@pytest.mark.parametrize("kind", [NGramStorage, OneLevelNGramStorage])
-def test_fillers_may_be_proposed_later(kind: Any) -> None:
-    """Alternatives for one place, the likeliest first; each may win once it has been seen more often."""
-    storage = kind(3, 9)
-    context = ids("France is")
-    storage.update(context, ids("Paris Berlin London"))
-    assert said(storage.next_token(context)) == ("Paris", True)
-    storage.update(context, ids("London"))
-    assert said(storage.next_token(context)) == ("London", True)
-
-
 def test_unknown_contexts_get_random_tokens_of_the_vocabulary() -> None:
     storage = NGramStorage(3, 9)
     torch.manual_seed(0)
@@ -214,82 +197,10 @@ def test_a_batch_of_texts() -> None:
     assert storage.counts[3][(3, 4)] == {5: 1, 8: 1, 7: 1}
 
 
-def test_usage_of_the_storage_of_all_orders() -> None:
-    storage = NGramStorage(n=3, vocab_size=128256)
-    prompt_ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
-    storage.initialize(prompt_ids)
-    predicted, known = storage.next_token(prompt_ids)
-    assert predicted.shape == known.shape == (1, 1)
-    assert not bool(known)
-    new_tokens = torch.tensor([[9]])
-    storage.update(prompt_ids, new_tokens)
-    predicted, known = storage.next_token(prompt_ids)
-    assert (int(predicted), bool(known)) == (9, True)
-    storage.reset()
-    assert not bool(storage.next_token(prompt_ids)[1])
-
-
-def test_usage_of_the_one_level_storage() -> None:
-    prompt_ids = torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
-    storage = OneLevelNGramStorage(n=4, vocab_size=128256)
-    storage.initialize(prompt_ids)
-    predicted, known = storage.next_token(prompt_ids)
-    assert (int(predicted), bool(known)) == (4, True)
-    assert not bool(storage.next_token(prompt_ids[:, 1:3])[1])
-
-
 # -- n-gram assisted generation ----------------------------------------------------------------------------------------
 
 
-def test_usage_of_ngram_assisted_generation() -> None:
-    target_model, _, tokenizer = zoo.load("tiny")
-    ngram_storage = NGramStorage(n=3, vocab_size=target_model.config.vocab_size)
-    chat = [{"role": "user", "content": "Explain the Fibonacci sequence."}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    inputs = tokenizer(text, return_tensors="pt").input_ids[0].tolist()
-    output_ids, accept_rate = ngram_assisted_speculative_generate(
-        inputs,
-        ngram_storage,
-        target_model,
-        tokenizer=tokenizer,
-        gamma=5,
-        filler_top_k=3,
-        logits_processor=GreedyProcessor(),
-        max_gen_len=40,
-        eos_tokens_id=[tokenizer.eos_token_id],
-        stop_if_unknown=True,
-    )
-    assert isinstance(tokenizer.decode(output_ids, skip_special_tokens=True), str)
-    assert isinstance(accept_rate, float)
-    wanted = hf_greedy(target_model, inputs, 40, eos_token_id=tokenizer.eos_token_id)
-    assert output_ids == wanted
-
-    one_level = OneLevelNGramStorage(n=4, vocab_size=target_model.config.vocab_size)
-    output_ids, accept_rate = ngram_assisted_speculative_generate(
-        inputs, one_level, target_model, gamma=5, max_gen_len=20, eos_tokens_id=[tokenizer.eos_token_id]
-    )
-    assert output_ids == wanted[:20]
-    assert 0.0 <= accept_rate <= 1.0
-
-
-@pytest.mark.parametrize(("n", "filler_top_k", "stop_if_unknown"), [(2, 1, True), (3, 3, False), (5, 10, True)])
-def test_the_parameters_of_the_tables(n: int, filler_top_k: int, stop_if_unknown: bool) -> None:
-    storage = NGramStorage(n, 64)
-    tokens, _ = ngram_assisted_speculative_generate(
-        PROMPT, storage, target(), filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown, eos_tokens_id=[]
-    )
-    assert tokens == hf_greedy(target(), PROMPT, 40)
-    counted = sum(count for followers in storage.counts[2].values() for count in followers.values())
-    assert counted == len(PROMPT) - 1 + 40 * (1 + (filler_top_k if filler_top_k > 1 else 0))
-
-
 # -- speculative decoding, parts and whole -----------------------------------------------------------------------------
-
-
-def test_the_adjusted_distribution() -> None:
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
-    torch.testing.assert_close(max_fn(p - q), torch.tensor([1.0, 0.0, 0.0]))
-    torch.testing.assert_close(max_fn(torch.stack([p - q, q - p])).sum(-1), torch.ones(2))
 
 
 def test_filters_keep_what_they_say() -> None:
@@ -344,7 +255,7 @@ class Words:
 
 
 def test_the_debug_display(capsys: pytest.CaptureFixture[str]) -> None:
-    """Position, gamma, every draft with q, its verdict, r and p/q of a rejection, the final sample, the text so far."""
+    """Every step of the trace, as `describe` tells it."""
     torch.manual_seed(2)
     speculative_generate(
         PROMPT,
@@ -357,28 +268,12 @@ def test_the_debug_display(capsys: pytest.CaptureFixture[str]) -> None:
         eos_tokens_id=[],
         debug=True,
     )
-    shown = capsys.readouterr().out
-    trace = last_trace()
-    assert shown.count("========== Speculative Step ==========\n") == len(trace.steps)
-    blocks = shown.split("========== Speculative Step ==========\n")[1:]
-    seen = set()
-    for step, block in zip(trace.steps, blocks, strict=True):
-        lines = block.splitlines()
-        assert lines[0] == f"Position: {step.position}, Gamma: {step.gamma}, Accepted: {step.accepted}"
-        for index, draft in enumerate(step.drafts):
-            (line,) = [line for line in lines if line.startswith(f"  [{step.position + index + 1}]: ") and "q=" in line]
-            assert f'"w{draft.token}" (q={draft.draft_prob:.2f})' in line
-            if draft.accepted is not None:
-                assert draft.uniform is not None
-                assert draft.ratio is not None
-                why = f" (rejected: r={draft.uniform:.2f} > p/q={draft.ratio:.2f})"
-                assert line.endswith(") ✓" if draft.accepted else f") ✗{why}")
-            seen.add(draft.accepted)
-        distribution = "adjusted" if step.is_adjusted else "target"
-        seen.add(distribution)
-        assert f'  [{step.position + step.accepted + 1}]: "w{step.final_token}" ({distribution} distribution)' in lines
-        assert lines[-2].startswith('Generated: "w')
-        assert lines[-1] == "=" * 39
+    text, shown, seen = list[int](), list[str](), set[object]()
+    for step in last_trace().steps:
+        text += [*(draft.token for draft in step.drafts[: step.accepted]), step.final_token]
+        shown.append(printing.describe(step, text, Words()))
+        seen |= {"adjusted" if step.is_adjusted else "target", *(draft.accepted for draft in step.drafts)}
+    assert capsys.readouterr().out.splitlines() == "\n".join(shown).splitlines()
     assert seen == {True, False, None, "adjusted", "target"}
 
 

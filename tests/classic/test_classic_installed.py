@@ -12,6 +12,7 @@ import pytest
 from foredraft import zoo
 from foredraft.classic import PACKAGES, install
 from foredraft.errors import ConfigError
+from generated import generated
 
 IMPORTS = """\
 from ngram_assisted import ngram_assisted_speculative_generate
@@ -53,6 +54,8 @@ storage = NGramStorage(n=3, vocab_size=128256)
 prompt_ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
 storage.initialize(prompt_ids)
 predicted, known = storage.next_token(prompt_ids)
+new_tokens = torch.tensor([[9]])
+storage.update(prompt_ids, new_tokens)
 """
 FILES = """\
 from ngram_assisted.ngram_assisted import ngram_assisted_speculative_generate
@@ -90,11 +93,14 @@ def test_listings_run_unchanged_after_one_line() -> None:
     exec(IMPORTS + GENERATION, names)
     tokens = names["output_ids"]
     assert len(tokens) > 10
+    assert tokens == generated(target, inputs, 100, eos_token_id=tokenizer.eos_token_id)
     assert names["accept_rate"] > 0
     exec(SINGLE_LEVEL, names)
     assert names["output_ids"] == tokens[:50]
     exec(STORAGE, names)
     assert not bool(names["known"])
+    predicted, known = names["storage"].next_token(names["prompt_ids"])
+    assert (int(predicted), bool(known)) == (9, True)
     exec(FILES, names)
 
 

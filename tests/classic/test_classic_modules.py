@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -11,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from classic_models import PROMPT, difference, drafter, enumerated, hf_greedy, plain_distribution, target
+from classic_models import PROMPT, difference, drafter, enumerated, plain_distribution, target
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
 
-from foredraft.classic import last_trace
 from foredraft.classic.adapters import PlainModule, adapter_of, opened, ready
 from foredraft.classic.ngram_assisted import INgramStorage, NGramStorage, ngram_assisted_speculative_generate
 from foredraft.classic.sampling import autoregressive_generate, beam_search_generate, speculative_generate
-from foredraft.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
+from foredraft.classic.utils.logits_processor import MultinomialProcessor
 from foredraft.errors import ConfigError, ContextLengthError, ShapeError, UnsupportedModelError
 from foredraft.testing import toy_model
+from generated import generated
 
 FORMS = {"tensor": lambda logits: logits, "object": lambda logits: SimpleNamespace(logits=logits)}
 
@@ -115,24 +114,18 @@ def test_the_distribution_is_that_of_the_target_whoever_is_a_plain_module(which:
     assert difference(enumerated(run, monkeypatch), plain_distribution(model, processor, prompt, 3)) < 1e-12
 
 
-def test_a_drafter_that_agrees_is_accepted_whole() -> None:
-    model = recurrent()
-    _, rate = speculative_generate([1, 2], copy.deepcopy(model), model, gamma=3, max_gen_len=9, eos_tokens_id=[])
-    assert rate == 1.0
-
-
 @pytest.mark.filterwarnings("ignore:the model is a Around")
 def test_a_wrapper_that_computes_is_read_through_and_one_that_does_not_comes_off() -> None:
     model = target()
     biased = Around(model, 6.0)
     expected = naive(biased, PROMPT, 9)
-    assert expected != hf_greedy(model, PROMPT, 9)
+    assert expected != generated(model, PROMPT, 9)
     assert all_four(biased, drafter(), PROMPT)[:3] == [expected] * 3
     assert isinstance(ready(biased), PlainModule)
     parallel = nn.DataParallel(model)
     assert opened(parallel) is model
     assert adapter_of(parallel) is adapter_of(model)
-    assert all_four(parallel, drafter(), PROMPT)[0] == hf_greedy(model, PROMPT, 9)
+    assert all_four(parallel, drafter(), PROMPT)[0] == generated(model, PROMPT, 9)
     hooked = nn.DataParallel(model)
     hooked.register_forward_hook(lambda module, inputs, output: output)
     assert opened(hooked) is hooked
@@ -211,13 +204,6 @@ def test_a_model_whose_cache_the_engine_refuses_is_read_from_the_beginning() -> 
     model = BloomForCausalLM(config).double().eval()
     expected = naive(model, PROMPT, 9)
     assert all_four(model, drafter(), PROMPT, use_cache=True) == [expected] * 4
-
-
-def test_a_trace_is_kept_and_greedy_is_the_default() -> None:
-    ngram_assisted_speculative_generate([1, 2, 1, 2], NGramStorage(3, 16), recurrent(), max_gen_len=6, eos_tokens_id=[])
-    trace = last_trace()
-    assert trace.num_drafted > 0
-    assert GreedyProcessor().sample(torch.tensor([[0.1, 0.9]])).tolist() == [[1]]
 
 
 class Called:

@@ -6,39 +6,18 @@ import contextvars
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from classic_models import PROMPT, drafter, hf_greedy, target
-from transformers import PreTrainedModel
+from classic_models import PROMPT, drafter, target
 
 from foredraft.classic import last_trace
-from foredraft.classic.adapters import adapter_of
 from foredraft.classic.sampling import autoregressive_generate, speculative_generate
 from foredraft.classic.utils.logits_processor import MultinomialProcessor
 from foredraft.errors import PromptError
 from foredraft.loading.adapters import ADAPTERS
-from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
-
-
-def test_a_model_is_probed_once(monkeypatch: Any) -> None:
-    built: list[object] = []
-    right = CausalLM.__init__
-
-    def counting(self: CausalLM, *args: Any, **options: Any) -> None:
-        built.append(args[0])
-        right(self, *args, **options)
-
-    monkeypatch.setattr(CausalLM, "__init__", counting)
-    model, other = toy_model(16, seed=3), toy_model(16, seed=4)
-    for _ in range(3):
-        speculative_generate([1, 2], other, model, max_gen_len=3)
-    assert built == [model, other]
-    model.to(torch.float32)
-    assert adapter_of(model).target.dtype == torch.float32
-    assert len(built) == 3
+from generated import generated
 
 
 def test_adapters_go_with_their_models() -> None:
@@ -51,43 +30,6 @@ def test_adapters_go_with_their_models() -> None:
     gc.collect()
     assert gone() is None
     assert len(ADAPTERS) == before - 1
-
-
-def packable_model() -> PreTrainedModel:
-    """Large enough in float32 for packed weights."""
-    return toy_model(
-        512,
-        seed=1,
-        dtype=torch.float32,
-        scale=0.1,
-        hidden_size=256,
-        intermediate_size=1024,  # 256 x 1024 is the smallest weight that is packed
-        num_hidden_layers=1,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-    )
-
-
-def test_weights_that_were_written_are_seen() -> None:
-    """In place, by a new tensor, and by a hook: every output is that of the model as it is."""
-    model = packable_model()
-    prompt = [5, 6, 7]
-    outputs = [autoregressive_generate(prompt, model, 8, eos_tokens_id=[])]
-    execution = adapter_of(model).target.execution
-    assert execution.kind == "eager" or execution.num_packed_layers > 0
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
-    outputs.append(autoregressive_generate(prompt, model, 8, eos_tokens_id=[]))
-    assert outputs[-1] == hf_greedy(model, prompt, 8)
-    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
-    outputs.append(autoregressive_generate(prompt, model, 8, eos_tokens_id=[]))
-    assert outputs[-1] == hf_greedy(model, prompt, 8)
-    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: output.flip(-1))
-    outputs.append(autoregressive_generate(prompt, model, 8, eos_tokens_id=[]))
-    assert outputs[-1] == hf_greedy(model, prompt, 8)
-    handle.remove()
-    assert autoregressive_generate(prompt, model, 8, eos_tokens_id=[]) == outputs[2]
-    assert len({tuple(output) for output in outputs}) == 4
 
 
 def test_a_model_in_training_mode_generates_as_in_evaluation() -> None:
@@ -139,7 +81,7 @@ def test_a_call_that_raises_leaves_its_steps() -> None:
 
 def test_threads_have_traces_of_their_own_and_share_models() -> None:
     prompts = [PROMPT[i:] for i in range(6)]
-    wanted = [hf_greedy(target(), prompt, 10) for prompt in prompts]
+    wanted = [generated(target(), prompt, 10) for prompt in prompts]
 
     def call(prompt: list[int]) -> tuple[list[int], int]:
         tokens, _ = speculative_generate(prompt, drafter(), target(), max_gen_len=10, eos_tokens_id=[], use_cache=True)

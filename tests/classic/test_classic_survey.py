@@ -24,7 +24,6 @@ from foredraft.classic.survey import (
     tree_decoding,
 )
 from foredraft.errors import ConfigError, ShapeError, TreeError
-from foredraft.methods.rank_tree import RankTree
 from foredraft.retrieval.build import from_tokens
 
 CHOICES = [[0], [0, 0], [1], [0, 1], [0, 0, 0]]
@@ -47,14 +46,6 @@ def test_buffers_of_a_tree_by_hand() -> None:
     assert made["tree_indices"].tolist() == [0, 1, 2, 11, 12, 21]
     assert made["medusa_position_ids"].tolist() == [0, 1, 1, 2, 2, 3]
     assert made["retrieve_indices"].tolist() == [[0, 1, 3, 5], [0, 1, 4, -1], [0, 2, -1, -1]]
-
-
-def test_buffers_of_the_published_tree_have_its_nodes_and_leaves() -> None:
-    made = generate_medusa_buffers(RankTree.published("mc_sim_7b_63").paths)
-    assert made["tree_indices"].shape == (64,)
-    assert made["retrieve_indices"].shape == (42, 5)
-    assert torch.bincount(made["medusa_position_ids"]).tolist() == [1, 10, 28, 23, 2]
-    assert set(made["retrieve_indices"].reshape(-1).tolist()) == set(range(-1, 64))
 
 
 @pytest.mark.parametrize("choices", [[[0, 0]], [[0], [0]], [[]], [[TOPK]]])
@@ -165,11 +156,14 @@ def test_the_three_together_draft_and_verify_as_the_target_decodes() -> None:
 # -- REST --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_search_by_hand(tmp_path: Path) -> None:
+@pytest.fixture
+def datastore(tmp_path: Path) -> Datastore:
+    from_tokens([[1, 2, 3, 4], [9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [7, 1, 2, 6, 4]], tmp_path, vocab_size=16)
+    return Datastore(tmp_path)
+
+
+def test_a_search_by_hand(datastore: Datastore) -> None:
     """After 1 2: three times 3, of these twice 4 and once 5; once 6, and then 4."""
-    documents = [[1, 2, 3, 4], [9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [7, 1, 2, 6, 4]]
-    from_tokens(documents, tmp_path, vocab_size=16)
-    datastore = Datastore(tmp_path)
     this_token, max_num_draft = [0, 1, 2], 64
     retrieved_token_list, _draft_attn_mask, _tree_indices, _draft_position_ids, _retrieve_indices = datastore.search(
         this_token, choices=max_num_draft
@@ -187,10 +181,7 @@ def test_a_search_by_hand(tmp_path: Path) -> None:
             assert sorted(_draft_attn_mask[node].nonzero().reshape(-1).tolist()) == sorted(path[: depth + 1])
 
 
-def test_a_search_keeps_the_most_frequent_and_pads_short_paths(tmp_path: Path) -> None:
-    documents = [[1, 2, 3, 4], [9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [7, 1, 2, 6, 4]]
-    from_tokens(documents, tmp_path, vocab_size=16)
-    datastore = Datastore(tmp_path)
+def test_a_search_keeps_the_most_frequent_and_pads_short_paths(datastore: Datastore) -> None:
     paths, mask, places, depths, nodes = datastore.search([1, 2], choices=2)
     assert (paths, mask.tolist()) == ([[3, 4]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     assert (places.tolist(), depths.tolist(), nodes.tolist()) == ([0, 1, 2], [0, 1, 2], [[0, 1, 2]])

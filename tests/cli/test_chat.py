@@ -136,11 +136,6 @@ def test_a_model_without_a_template_is_refused() -> None:
         Conversation(kept(), replace(SHORT, n=2))
 
 
-def test_nothing_to_give_again() -> None:
-    with pytest.raises(ConfigError, match="no answer yet"):
-        Conversation(kept(), SHORT).again()
-
-
 # -- piped -----------------------------------------------------------------------------------------------------------
 
 
@@ -186,26 +181,18 @@ def test_what_is_refused_shows_in_the_exit_code() -> None:
     assert [message for message in refused.values() if message not in result.stderr] == []
 
 
-def test_a_cut_answer_says_so() -> None:
-    result = chat("Tell me a story about a lion.", options=("--max-new-tokens", "2"))
-    assert "stopped at the limit of 2 tokens" in result.stderr
-
-
-def test_two_slashes_are_one() -> None:
-    result = chat("//stats", options=("--json",))
-    assert json.loads(result.stdout)["prompt"] == "/stats"
-
-
 def test_json_is_one_object_per_answer() -> None:
-    result = chat(QUESTIONS[0], "/plain", "/stats", options=("--json", "--temperature", "0.8", "--seed", "3"))
+    options = ("--json", "--temperature", "0.8", "--seed", "3")
+    result = chat(QUESTIONS[0], "/plain", "/stats", "//stats", options=options)
     assert result.exit_code == 0
-    answer, again, stats = [json.loads(line) for line in result.stdout.splitlines()]
+    answer, again, stats, slashes = [json.loads(line) for line in result.stdout.splitlines()]
     assert answer["token_ids"] == again["token_ids"]
     assert answer["prompt"] == again["prompt"] == QUESTIONS[0]
     assert answer["chat_template"]
     assert (answer["method"], again["method"], again["identical"]) == ("auto", "none", True)
     assert (answer["num_cached_tokens"], again["num_cached_tokens"]) == (0, answer["num_prompt_tokens"] - 1)
     assert stats["stats"]["num_turns"] == 1
+    assert slashes["prompt"] == "/stats"
 
 
 def test_an_answer_that_differs_shows_in_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +213,4 @@ def test_the_end_of_input_without_a_line_break_still_is_a_message() -> None:
     result = CliRunner().invoke(app, ["chat", "--model", "zoo:tiny", "--max-new-tokens", "4"], input="Hello")
     assert result.exit_code == 0
     assert result.stdout.strip()
+    assert "stopped at the limit of 4 tokens" in result.stderr

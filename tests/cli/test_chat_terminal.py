@@ -70,21 +70,8 @@ class Terminal:
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
     pytest.importorskip("pty")
-    terminal = Terminal(
-        [
-            "chat",
-            "--model",
-            "zoo:tiny",
-            "--max-new-tokens",
-            "1500",
-            "--method",
-            "none",
-            "--temperature",
-            "3",
-            "--seed",
-            "3",
-        ]
-    )
+    options = "--model zoo:tiny --max-new-tokens 1500 --method none --temperature 3 --seed 3"
+    terminal = Terminal(["chat", *options.split()])
     yield terminal
     os.close(terminal._fd)
 

@@ -186,25 +186,15 @@ def test_an_interrupt_keeps_partial_output(monkeypatch: pytest.MonkeyPatch, as_j
 @pytest.mark.parametrize(
     "spelling",
     [
-        ["--assistant-model", "X"],
-        ["--assistant-model=X"],
-        ["-md", "X"],
-        ["--model-draft", "X"],
-        ["--speculative-draft-model-path", "X"],
-        ["--spec-draft-model=X"],
+        *("--assistant-model X", "--assistant-model=X", "-md X", "--model-draft X", "--speculative-draft-model-path X"),
+        *("--spec-draft-model=X", "--num-assistant-tokens 3", "--num-draft-tokens 3", "--draft-max 3"),
+        *("--spec-draft-n-max 3", "--speculative-num-steps 3"),
     ],
-    ids=str,
 )
-def test_other_tools_names_of_the_drafter(spelling: list[str]) -> None:
-    assert " ".join(respell(spelling)).replace("=", " ") == "--draft-model X"
-
-
-@pytest.mark.parametrize(
-    "name", ["num-assistant-tokens", "num-draft-tokens", "draft-max", "spec-draft-n-max", "speculative-num-steps"]
-)
-def test_other_tools_names_of_the_draft_length(name: str) -> None:
-    assert respell([f"--{name}", "3"]) == ["--num-speculative-tokens", "3"]
-    assert respell(["--", f"--{name}"]) == ["--", f"--{name}"]
+def test_other_tools_names_of_options(spelling: str) -> None:
+    meant = "--draft-model X" if spelling.endswith("X") else "--num-speculative-tokens 3"
+    assert " ".join(respell(spelling.split())).replace("=", " ") == meant
+    assert respell(["--", *spelling.split()]) == ["--", *spelling.split()]
 
 
 def test_the_default_method_is_auto() -> None:

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from test_cli import run
 
-import foredraft.llm
 from foredraft.folders import check_place
-from foredraft.loading import models
 from programs import called
 
 TINY = ["--model", "zoo:tiny"]
@@ -25,15 +23,6 @@ IDS = '{"prompt_token_ids": [1, %s]}'
 
 
 # -- before anything is loaded ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _nothing_loads(_models_are_loaded_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(foredraft.llm, "load_model", load)
-    monkeypatch.setattr(models, "load_model", load)
 
 
 @pytest.mark.usefixtures("_nothing_loads")
@@ -139,7 +128,7 @@ def test_models_that_do_not_exist_are_refused(
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_neither_help_nor_refusals_wait_for_torch() -> None:
+def test_neither_help_nor_refusals_nor_configs_wait_for_torch() -> None:
     """It takes seconds to import; the list of verbs needs none of their options either."""
     verbs = ["generate", "chat", "demo", "info", "trajectory", "datastore build", "datastore query", "serve", "verify"]
     verbs += ["bench", "train", "tune", "tune layer-skip", "tune tree", "tune profile"]
@@ -154,6 +143,9 @@ assert CliRunner().invoke(app, ["--help"]).exit_code == 0
 assert not {{"torch", "numpy", "foredraft.cli.options", "foredraft.methods"}} & set(sys.modules)
 for verb in {verbs!r}:
     assert CliRunner().invoke(app, [*verb.split(), "--help"]).exit_code == 0, verb
+from foredraft import SpeculativeConfig
+from foredraft.methods import key_entries
+assert SpeculativeConfig.parse("suffix+draft_model") and key_entries()
 for arguments in {refused!r}:
     assert CliRunner().invoke(app, arguments).exit_code == 2, arguments
 assert not {{"torch", "transformers"}} & set(sys.modules)

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from foredraft import zoo
 from foredraft.cli import app, comparison
-from foredraft.cli import bench as cli_bench
 from foredraft.ending import ENDING, end_as_by_ctrl_c, finishing
 from foredraft.engine.engine import Engine
 from foredraft.folders import only_writer
@@ -196,27 +195,16 @@ def test_texts_are_shown_where_the_trace_cannot_be_written(traced: Path, monkeyp
 
 
 def test_a_demo_keeps_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "race", end_at(3, comparison.race))
-    options = ["demo", *TINY, "--max-new-tokens", "4", "--num-prompts", "4"]
-    result = run(*options, "--json")
-    assert result.exit_code == 130
-    assert len(json.loads(result.stdout)["questions"]) == 2
-    assert "interrupted after 2 of 4 questions" in result.stderr
-    monkeypatch.setattr(comparison, "race", end_at(1, comparison.race))
-    result = run(*options, "--json")
-    assert (result.exit_code, result.stdout) == (130, "")
-
-
-def test_a_benchmark_that_breaks_off_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --json what came before the interruption was lost."""
-
-    def measure(options: Any, model: str, report: Any) -> int:
-        report.keep(methods=[1])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli_bench, "_measure", measure)
-    result = run("bench", "--json")
-    assert (result.exit_code, json.loads(result.stdout)) == (130, {"methods": [1]})
+    race = comparison.race
+    for number in (3, 1):
+        monkeypatch.setattr(comparison, "race", end_at(number, race))
+        result = run("demo", *TINY, "--max-new-tokens", "4", "--num-prompts", "4", "--json")
+        assert result.exit_code == 130
+        if number == 1:
+            assert result.stdout == ""
+        else:
+            assert len(json.loads(result.stdout)["questions"]) == 2
+            assert "interrupted after 2 of 4 questions" in result.stderr
 
 
 TUNE = ["tune", *TINY, "--num-prompts", "6", "--max-new-tokens", "4", "--methods", "ngram,draft_model"]
@@ -250,41 +238,39 @@ def ended_after(number: int) -> Callable[[Engine], Iterator[Any]]:
     return run
 
 
-@pytest.mark.parametrize(("number", "form"), [(12, []), (12, ["--json"]), (0, [])])
-def test_a_tree_is_grown_from_what_was_decoded(
-    number: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("verb", "number", "form"),
+    [
+        ("tree", 12, []),
+        ("tree", 12, ["--json"]),
+        ("tree", 0, []),
+        pytest.param("profile", 12, [], marks=pytest.mark.full),
+        ("profile", 12, ["--json"]),
+        pytest.param("profile", 0, [], marks=pytest.mark.full),
+    ],
+)
+def test_a_search_keeps_what_was_decoded(
+    verb: str, number: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`tune tree` and `tune profile` lost everything but the costs of forwards."""
     monkeypatch.setattr(Engine, "run", ended_after(number))
     write_checkpoint(tmp_path / "heads", *write_medusa(MedusaHeads(HeadsShape(HIDDEN_SIZE, 0, 3))))
-    options = ["--num-prompts", "2", "--max-new-tokens", "24", "--max-nodes", "6", "--heads", str(tmp_path / "heads")]
-    result = run("tune", "tree", "zoo:tiny", *options, "--out", str(tmp_path / "tree.json"), *form)
+    out = tmp_path / "found.json"
+    options = f"--num-prompts 2 --max-nodes 6 --heads {tmp_path / 'heads'}"
+    if verb == "profile":
+        options = "--num-prompts 3 --batch-sizes 1 --contexts 64 --repeats 1 --check --method draft_model"
+    result = run("tune", verb, "zoo:tiny", *options.split(), "--max-new-tokens", "24", "--out", str(out), *form)
     assert result.exit_code == 130, result.output
-    assert (tmp_path / "tree.json").exists() == (number > 0)
+    assert out.exists() == (number > 0)
     if number:
-        found = json.loads((tmp_path / "tree.json").read_text())
+        found = json.loads(out.read_text())
         assert found["is_interrupted"]
-        assert 0 < found["num_places"] < 2 * 24
         assert "interrupted" in result.stdout
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("number", "form"), [(12, []), (12, ["--json"]), (0, [])])
-def test_a_profile_is_of_what_was_decoded(
-    number: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engine, "run", ended_after(number))
-    options = ["--num-prompts", "3", "--max-new-tokens", "24", "--batch-sizes", "1", "--contexts", "64"]
-    options += ["--repeats", "1", "--check", "--method", "draft_model", "--out", str(tmp_path / "profile.json")]
-    result = run("tune", "profile", "zoo:tiny", *options, *form)
-    assert result.exit_code == 130, result.output
-    assert (tmp_path / "profile.json").exists() == (number > 0)
-    if number:
-        found = json.loads((tmp_path / "profile.json").read_text())
-        assert found["is_interrupted"]
-        assert found["settings"]
-        assert "interrupted" in result.stdout
-        assert "check" not in found
+        if verb == "tree":
+            assert 0 < found["num_places"] < 2 * 24
+        else:
+            assert found["settings"]
+            assert "check" not in found
 
 
 @pytest.mark.sample(1)

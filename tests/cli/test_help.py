@@ -64,6 +64,24 @@ def test_every_verb_has_examples_that_run_it(name: str, monkeypatch: pytest.Monk
     assert f"  foredraft {name}" in examples
 
 
+def test_the_list_of_verbs_has_the_beginnings_of_their_help() -> None:
+    for name in VERBS:
+        about = command(name).callback.__doc__ if command(name).help is None else command(name).help
+        assert " ".join(about.split("\n\n")[0].split()) == VERBS[name]
+
+
+def test_every_verb_that_loads_a_target_can_be_told_in_what_weights() -> None:
+    """`quantize`, which writes them, names its target and its bits otherwise; `datastore` loads tokenizers alone."""
+    verbs = {name: {parameter.name for parameter in command(name).params} for name in NAMES}
+    loading = {name for name, options in verbs.items() if "dtype" in options} - {"quantize"}
+    assert loading == {
+        *("generate", "chat", "serve", "demo", "info", "bench", "verify", "train", "trajectory"),
+        *("tune", "tune layer-skip", "tune tree", "tune profile"),
+    }
+    for name in loading:
+        assert verbs[name] >= {"dtype", "execution", "quantization", "weights", "kv_cache_dtype"}, name
+
+
 def test_verbs_are_grouped_by_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown("--help", monkeypatch=monkeypatch)
     places = [text.index(f"{title}:\n") for title in GROUPS]

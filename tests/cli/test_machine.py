@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +16,13 @@ import foredraft.native.library as native
 from foredraft.cli import app
 from foredraft.cli import info as machine
 
+pytestmark = pytest.mark.usefixtures("_nothing_loads")
+
 
 def run(*arguments: str) -> Any:
     found = CliRunner().invoke(app, ["info", *arguments])
     assert found.exit_code == 0, found.output
     return found.stdout
-
-
-@pytest.fixture(autouse=True)
-def _no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foredraft.llm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 def test_the_machine_is_told_without_a_model() -> None:
@@ -39,6 +37,19 @@ def test_the_machine_is_told_without_a_model() -> None:
     assert "bit-identical" in text or "up to rounding" in text
 
 
+@pytest.fixture
+def machine_has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def pretend(instructions: str | None, compiler: list[str] | None, origin: str | None = None) -> None:
+        why = "" if origin == "wheel" else "this installation has none"
+        made = origin and SimpleNamespace(instruction_set="AVX2", origin=origin)
+        monkeypatch.setattr(build, "instruction_set", lambda: instructions)
+        monkeypatch.setattr(build, "cpp_compiler", lambda: compiler)
+        monkeypatch.setattr(build, "why_not_precompiled", lambda instruction: why)
+        monkeypatch.setattr(native, "library", lambda: made)
+
+    return pretend
+
+
 @pytest.mark.parametrize(
     ("instructions", "compiler", "remedy"),
     [
@@ -48,12 +59,9 @@ def test_the_machine_is_told_without_a_model() -> None:
     ],
 )
 def test_missing_kernels_have_a_remedy(
-    instructions: str | None, compiler: list[str] | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+    instructions: str | None, compiler: list[str] | None, remedy: str, machine_has: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(build, "instruction_set", lambda: instructions)
-    monkeypatch.setattr(build, "cpp_compiler", lambda: compiler)
-    monkeypatch.setattr(build, "why_not_precompiled", lambda instruction: "this installation has none")
-    monkeypatch.setattr(native, "library", lambda: None)
+    machine_has(instructions, compiler)
     report = json.loads(run("--json"))
     (kernels,) = [one for one in report["missing"] if one["what"] == "kernels"]
     assert kernels["remedy"].startswith(remedy)
@@ -72,14 +80,10 @@ def test_missing_kernels_have_a_remedy(
     ],
 )
 def test_it_is_told_where_kernels_come_from(
-    origin: str, compiler: list[str] | None, told: str, monkeypatch: pytest.MonkeyPatch
+    origin: str, compiler: list[str] | None, told: str, machine_has: Callable[..., None]
 ) -> None:
     """Without a compiler they may come with the wheel; what it would do besides is missing, and has a remedy."""
-    monkeypatch.setattr(build, "instruction_set", lambda: "AVX2")
-    monkeypatch.setattr(build, "cpp_compiler", lambda: compiler)
-    why = "" if origin == "wheel" else "this installation has none"
-    monkeypatch.setattr(build, "why_not_precompiled", lambda instruction: why)
-    monkeypatch.setattr(native, "library", lambda: SimpleNamespace(instruction_set="AVX2", origin=origin))
+    machine_has("AVX2", compiler, origin)
     report = json.loads(run("--json"))
     assert (report["kernels"], report["kernels_from"]) == ("AVX2", origin)
     assert report["guarantee"]["kind"] == "bit-identical"
@@ -94,17 +98,7 @@ def test_a_missing_package_and_cache_have_a_remedy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "_is_writable", lambda folder: False)
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "kept"))
     missing = {one["what"]: one["remedy"] for one in json.loads(run("--json"))["missing"]}
-    assert missing["gguf"] == "python -m pip install 'accelerate>=1.7' 'gguf>=0.17.1'"
+    assert missing["gguf"] == "python -m pip install 'gguf>=0.17.1'"
     assert missing["ray"].endswith("'ray[serve]>=2.60' 'uvicorn>=0.34'")  # with those of the extra that it contains
     assert missing["cache"] == "set FOREDRAFT_CACHE to a writable folder"
     assert "ray[serve]" in run()  # not taken as markup
-
-
-def test_packed_copies_are_listed_with_their_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    assert json.loads(run("--json"))["cache"]["packed_copies"] == []
-    (tmp_path / "packed").mkdir()
-    (tmp_path / "packed" / "m.packed").write_bytes(bytes(300_000))
-    (found,) = json.loads(run("--json"))["cache"]["packed_copies"]
-    assert (found["file"], found["num_bytes"]) == (str(tmp_path / "packed" / "m.packed"), 300_000)
-    assert f"packed copy {tmp_path}/packed/m.packed (0.3 MB, settings unknown); delete it: it is damaged" in run()

@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_same_weights_from_safetensors(kind: Kind, tmp_p
     written.model.save_pretrained(tmp_path / "saved")
     ids = torch.arange(40)[None] * 37 % 512
     for dtype in (torch.float32, torch.bfloat16):
-        loaded = load_model(written.path, dtype=dtype).model
+        loaded = load_model(written.path, dtype=dtype, weights="dequantized").model
         expected = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype)
         assert loaded.dtype == dtype
         with torch.no_grad():
@@ -460,5 +460,5 @@ def test_a_missing_package_is_named_with_the_command(
     package: str, silent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foredraft.gguf.find_spec", lambda name: None if name == package else object())
-    with pytest.raises(ConfigError, match=rf"needs {package}, .*: python -m pip install 'accelerate.* 'gguf"):
+    with pytest.raises(ConfigError, match=rf"needs {package}, .*: python -m pip install 'gguf"):
         LLM(silent)

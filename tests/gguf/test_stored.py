@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from typer.testing import CliRunner
 from foredraft import LLM, SamplingParams, zoo
 from foredraft.cli import app
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError, UnsupportedModelError
+from foredraft.gguf.blocks import TYPES, BlockType
 from foredraft.gguf.header import read_header
-from foredraft.gguf.stored import TYPES, BlockType
 from foredraft.loading.models import load_model
-from foredraft.native.codes import Codes
+from foredraft.native.codes import Codes, StoredBlocks, StoredCodes
+from foredraft.native.library import KINDS as KINDS_OF_FLOATS
 from foredraft.native.library import library
 from foredraft.native.packed_matmul import CodesMatrix
 from foredraft.testing import hostile_kernels
@@ -58,6 +60,19 @@ def test_codes_stand_for_the_very_values_that_gguf_dequantises(number: int) -> N
     kernels = library()
     if kernels is not None:
         assert torch.equal(CodesMatrix(codes, None, kernels).dense(), want)
+        order = torch.from_numpy(rng.permutation(40))
+        rows, columns = torch.from_numpy(blocks).view(40, -1), want.shape[1]
+        for dtype, number_of in KINDS_OF_FLOATS.items():
+            got = torch.empty(40, columns, dtype=dtype)
+            place = (number, columns, rows.data_ptr(), order.data_ptr(), 40, number_of, got.data_ptr(), 2)
+            kernels.read_blocks(*place)
+            assert torch.equal(got, want[order].to(dtype))
+        stored = StoredCodes(want.shape, kind.form, lambda first, last: kind.codes(rows[order[first:last]]))
+        direct = replace(stored, blocks=StoredBlocks(rows, number, order, lambda: None))
+        for parts in ([stored], [direct], [direct, direct]):
+            packed = CodesMatrix(parts, None, kernels)
+            assert torch.equal(packed.dense(), want[order].repeat(len(parts), 1))
+            assert packed.codes.form == kind.form
 
 
 QUICK = (Kind.Q4_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K)
@@ -74,9 +89,9 @@ def test_logits_are_those_of_the_dequantised_weights(kind: Kind, tmp_path: Path)
     """With heads whose rows llama.cpp interleaves, tied embeddings or not, and no weight left in its full size."""
     is_tied = kind in (Kind.Q8_0, Kind.Q4_K)
     written = write_llama(tmp_path / "m.gguf", kind, tie_word_embeddings=is_tied)
-    loaded = load_model(written.path, dtype="float32", weights="stored")
+    loaded = load_model(written.path, dtype="float32", weights="stored" if is_tied else None)
     assert loaded.quantization == "stored"
-    assert loaded.types == f"8 of {kind.name}"
+    assert loaded.types == f"{8 if is_tied else 9} of {kind.name}"
     layer = loaded.model.model.layers[0]
     assert not any(each.weight.stride()[0] for each in (layer.mlp.up_proj, layer.self_attn.q_proj))
     assert_close(loaded.model, written.model)
@@ -89,7 +104,7 @@ def test_a_model_of_the_zoo_in_another_dtype_than_it_was_converted_into_comes_fr
     written = write_llama(tmp_path / "m.gguf", Kind.Q4_1)
     monkeypatch.setattr(zoo, "stored_file", lambda name: written.path)
     loaded = load_model("zoo:tiny", dtype="float32", weights="stored", with_tokenizer=False)
-    assert loaded.types == "8 of Q4_1"
+    assert loaded.types == "9 of Q4_1"
     assert_close(loaded.model, written.model)
 
 
@@ -118,7 +133,7 @@ def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
     plain = LLM(write_llama(tmp_path / "m.gguf", Kind.Q4_1).path, weights="stored")
     assert plain.target.execution.program is not None, plain.target.execution.why_no_program
     info = plain.model_info
-    assert (info.quantization, info.weight_types) == ("stored", "8 of Q4_1")
+    assert (info.quantization, info.weight_types) == ("stored", "9 of Q4_1")
     assert info.bits_per_weight == 5.0  # as in the file
     params = [GREEDY, SAMPLED, SAMPLED, GREEDY, SAMPLED]
     want = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
@@ -151,8 +166,8 @@ def test_rows_that_differ_less_than_the_dtype_shows_are_not_mistaken(tmp_path: P
     data[key : key + 272] = data[key + 272 : key + 544]  # two rows alike
     written.path.write_bytes(data)
     stored = load_model(written.path, dtype="float32", weights="stored")
-    plain = load_model(written.path, dtype="float32")
-    assert stored.types == "8 of Q8_0"
+    plain = load_model(written.path, dtype="float32", weights="dequantized")
+    assert stored.types == "9 of Q8_0"
     assert_close(stored.model, plain.model)
 
 
@@ -160,9 +175,9 @@ def test_the_command_line_takes_them(tmp_path: Path) -> None:
     asked = ["info", "--model", str(write_llama(tmp_path / "m.gguf", Kind.Q4_0).path), "--weights", "stored"]
     result = CliRunner().invoke(app, [*asked, "--json"])
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["model"]["weight_types"] == "8 of Q4_0"
+    assert json.loads(result.stdout)["model"]["weight_types"] == "9 of Q4_0"
     result = CliRunner().invoke(app, asked)
-    assert "stored (8 of Q4_0), 4.50 bits per weight" in " ".join(result.stdout.split())
+    assert "stored (9 of Q4_0), 4.50 bits per weight" in " ".join(result.stdout.split())
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hf_stops import target
+from test_hf_stops import Recorder, target
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -25,6 +25,7 @@ import foredraft
 from foredraft import speculate, zoo
 from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.loading.adapters import shared_adapter
+from foredraft.model.lm import CausalLM
 from foredraft.testing import perturbed, toy_model
 
 
@@ -39,17 +40,6 @@ OPTIONS: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_toke
 
 def generate(model: PreTrainedModel | None = None, **options: Any) -> Any:
     return (model or target()).generate(IDS, **{**OPTIONS, **options})
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.tolist())
-
-    def end(self) -> None:
-        self.values.append("end")
 
 
 # -- streamers ---------------------------------------------------------------------------------------------------
@@ -140,42 +130,30 @@ def test_one_callable_for_several_models_and_threads() -> None:
     assert hook.stats.num_emitted_tokens == 6 * 2 * 12
 
 
-def test_the_adapter_is_made_once_and_dies_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr("foredraft.loading.adapters.CausalLM", _counting(foredraft.model.lm.CausalLM, made))
-    model, drafter = toy_model(), toy_model(seed=1)
-    for _ in range(3):
-        generate(model, custom_generate=speculate("draft_model", model=drafter))
-        generate(model, custom_generate=speculate("draft_model", model=model))
-    assert len(made) == 1  # of the target; drafters get theirs elsewhere, each once
-    alive = [weakref.ref(model), weakref.ref(drafter)]
-    del model, drafter
-    gc.collect()
-    assert [reference() for reference in alive] == [None, None]
+def test_adapters_are_made_beforehand_and_once_and_die_with_their_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing counts nothing and draws nothing, and leaves none to be made by a call."""
+    made: list[Any] = []
 
-
-def _counting(kind: Any, made: list[Any]) -> Any:
     def make(*args: Any, **kwargs: Any) -> Any:
         made.append(kwargs)
-        return kind(*args, **kwargs)
+        return CausalLM(*args, **kwargs)
 
-    return make
-
-
-def test_prepared_beforehand_a_call_has_only_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts nothing, draws nothing, and leaves no adapter and no drafter to be made by the first call."""
-    made: list[Any] = []
     for place in ("foredraft.loading.adapters", "foredraft.loading.models"):
-        monkeypatch.setattr(f"{place}.CausalLM", _counting(foredraft.model.lm.CausalLM, made))
+        monkeypatch.setattr(f"{place}.CausalLM", make)
     model, drafter = toy_model(), toy_model(seed=1)
     state = torch.get_rng_state()
     hook = speculate("draft_model", model=drafter)
     assert hook.prepare(model) is hook
-    assert len(made) == 2
     assert torch.equal(torch.get_rng_state(), state)
     assert hook.stats.num_emitted_tokens == 0
-    assert torch.equal(generate(model, custom_generate=hook), generate(model))
+    for _ in range(2):
+        assert torch.equal(generate(model, custom_generate=hook), generate(model))
+        generate(model, custom_generate=speculate("draft_model", model=drafter))
     assert len(made) == 2
+    alive = [weakref.ref(model), weakref.ref(drafter)]
+    del model, drafter, hook
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
 
 
 @pytest.mark.parametrize("rounding", [{"quantization": "int4"}, {"kv_cache_dtype": "int8"}])
@@ -183,7 +161,7 @@ def test_what_is_rounded_is_decoded_beside_the_model_itself(rounding: dict[str, 
     """The tokens of an `LLM` in as many bits; a call without them still has the model's own."""
     ids = torch.tensor([[5, 6, 7] * 8])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "use_cache": True}
-    model, before = target(), plain_ids(target(), ids, **options)
+    model, before = target(), target().generate(ids, **options)
     found = model.generate(ids, custom_generate=speculate("ngram", **rounding), **options)
     llm = foredraft.LLM(target(), "ngram", **rounding)
     params = foredraft.SamplingParams(temperature=0.0, max_tokens=12)
@@ -194,11 +172,6 @@ def test_what_is_rounded_is_decoded_beside_the_model_itself(rounding: dict[str, 
     for option, message in *wrong, ({"weights": "stored"}, "it applies to the target"):
         with pytest.raises(ConfigError, match=message):
             speculate("ngram", **option)
-
-
-def plain_ids(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    found: torch.Tensor = model.generate(ids, **options)
-    return found
 
 
 def test_preparing_refuses_what_a_call_would_refuse() -> None:

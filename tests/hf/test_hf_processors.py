@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -22,20 +24,12 @@ from transformers import (
 )
 
 from foredraft import speculate
-from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ShapeError
-from foredraft.hf.processors import PaddedView, RowPlace, sampling_fields
-from foredraft.hf.rows import InputRow, read_rows
-from foredraft.sampling.distribution import Sampler, scores
-from foredraft.testing import toy_model
+from foredraft.hf.processors import RowPlace, sampling_fields
+from foredraft.hf.rows import InputRow
+from foredraft.testing import perturbed, toy_model
 
-VOCAB, EOS, PAD = 64, 7, 3
-CPU = torch.device("cpu")
-
-
-def place(row: InputRow | None = None, index: int = 0, num_rows: int = 1) -> RowPlace:
-    row = row or InputRow((10, 11), (10, 11), 0)
-    return RowPlace(index, num_rows, row, frozenset({EOS}), CPU)
+EOS, PAD = 7, 3
 
 
 @cache
@@ -43,18 +37,25 @@ def model() -> PreTrainedModel:
     return toy_model()
 
 
-def built(inputs: torch.Tensor, mask: torch.Tensor, options: dict[str, Any], user: list[Any]) -> LogitsProcessorList:
-    """The list that `generate` would build."""
-    config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, max_length=40, **options)
-    config._eos_token_tensor = torch.tensor([EOS])
-    return model()._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=inputs.shape[1],
-        encoder_input_ids=inputs,
-        logits_processor=LogitsProcessorList(user),
-        device="cpu",
-        model_kwargs={"attention_mask": mask},
-    )
+@cache
+def draft() -> PreTrainedModel:
+    return perturbed(model(), 0.3)
+
+
+PROMPTS = torch.tensor([[PAD, PAD, 10, 11, 12, 9, 13], [PAD, 20, 21, 20, 21, 20, 9], [12, 9, 12, 9, PAD, 9, 12]])
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+
+
+def check_scores(**options: Any) -> None:
+    """Over a left-padded batch, with wrong drafts and right ones; of samples the first scores, as texts differ then."""
+    call = {"eos_token_id": EOS, "pad_token_id": PAD, "return_dict_in_generate": True, "output_scores": True, **options}
+    call |= {"input_ids": PROMPTS, "attention_mask": MASK, "max_new_tokens": 16}
+    theirs = model().generate(**call)
+    ours = model().generate(**call, custom_generate=speculate("draft_model", model=draft()))
+    assert options["do_sample"] or torch.equal(ours.sequences, theirs.sequences)
+    last = 1 if options["do_sample"] else len(theirs.scores)
+    for mine, plain in zip(ours.scores[:last], theirs.scores[:last], strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5, msg=str(options))
 
 
 class Shift(LogitsProcessor):
@@ -67,7 +68,7 @@ MENU: dict[str, Any] = {
     "repetition_penalty": [1.3, 0.8],
     "no_repeat_ngram_size": [1, 2, 3],
     "bad_words_ids": [[[12], [13, 14]], [[EOS], [15]]],
-    "min_length": [12, 30],
+    "min_length": [12, 20],
     "min_new_tokens": [3, 9],
     "suppress_tokens": [[20, 21]],
     "forced_eos_token_id": [EOS],
@@ -86,62 +87,35 @@ MENU: dict[str, Any] = {
     "seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.full) for seed in range(60)]
 )
 def test_random_lists_give_the_same_scores(seed: int) -> None:
-    """A random generation config over a left-padded batch, after some output, at the end of a drafted path."""
     draw = random.Random(seed)
     options = {name: draw.choice(MENU[name]) for name in draw.sample(sorted(MENU), draw.randint(1, 7))}
     do_sample = draw.random() < 0.6
     if not do_sample:
         options = {name: value for name, value in options.items() if name not in SAMPLING_ONLY}
-    inputs = torch.tensor([[PAD, PAD, 10, 11, 12, 9, 13], [PAD, 20, 21, 20, 21, 20, 9], [12, 9, 12, 9, PAD, 9, 12]])
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
     user = [Shift()] if draw.random() < 0.3 else []
-    processors = built(inputs, mask, {"do_sample": do_sample, **options}, user)
-    output = [[draw.randrange(9, 24) for _ in range(4)] for _ in range(3)]
-    drafted = [[draw.randrange(9, 24) for _ in range(2)] for _ in range(3)]
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(3, VOCAB, generator=generator) * 3
-    text = torch.cat([inputs, torch.tensor(output), torch.tensor(drafted)], dim=-1)
-    expected = processors(text, logits.clone())
-    for index, row in enumerate(read_rows(inputs, mask)):
-        fields = sampling_fields(processors, do_sample, RowPlace(index, 3, row, frozenset({EOS}), CPU))
-        sampler = Sampler(
-            SamplingParams(max_tokens=None, **fields),
-            vocab_size=VOCAB,
-            eos_token_ids=[EOS],
-            prompt_ids=row.token_ids,
-            history_ids=row.shown_ids,
-        )
-        sampler.extend(output[index])
-        ours = scores(logits[index : index + 1], [sampler], [drafted[index]])
-        torch.testing.assert_close(ours[0], expected[index], atol=1e-5, rtol=1e-5, msg=f"{options} row {index}")
+    check_scores(do_sample=do_sample, logits_processor=LogitsProcessorList(user), **options)
 
 
 SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p", "typical_p", "eta_cutoff"}
 
 
 def test_ordinary_lists_need_no_processor_at_all() -> None:
-    inputs, mask = torch.tensor([[9, 10]]), torch.tensor([[1, 1]])
-    options = {
-        "do_sample": True,
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[5], [6, 8]],
-        "min_new_tokens": 4,
-        "temperature": 0.7,
-        "top_k": 50,
-        "top_p": 0.9,
-        "min_p": 0.1,
-    }
-    (row,) = read_rows(inputs, mask)
-    assert sampling_fields(built(inputs, mask, options, []), True, place(row)) == {
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [(5,), (6, 8)],
-        "min_tokens": 4,
-        "temperature": 0.7,
-        "top_k": 50,
-        "top_p": 0.9,
-        "min_p": 0.1,
+    eos, device = torch.tensor([EOS]), torch.device("cpu")
+    processors = [
+        RepetitionPenaltyLogitsProcessor(1.2),
+        NoRepeatNGramLogitsProcessor(3),
+        NoBadWordsLogitsProcessor([[5], [6, 8]], eos),
+        MinNewTokensLengthLogitsProcessor(2, 4, eos),
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(50),
+        TopPLogitsWarper(0.9),
+        MinPLogitsWarper(0.1),
+    ]
+    row = InputRow((9, 10), (9, 10), 0)
+    found = sampling_fields(LogitsProcessorList(processors), True, RowPlace(0, 1, row, frozenset({EOS}), device))
+    assert found == {
+        **{"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [(5,), (6, 8)], "min_tokens": 4},
+        **{"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.1},
     }
 
 
@@ -167,46 +141,8 @@ class Louder(RepetitionPenaltyLogitsProcessor):
 )
 def test_what_the_distribution_does_otherwise_runs_as_it_is(processors: list[Any]) -> None:
     """Subclasses, another order, other options."""
-    fields = sampling_fields(processors, True, place())
-    assert fields["logits_processors"]
-    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
-    ids = torch.tensor([[10, 11]])
-    sampler = Sampler(SamplingParams(**fields), vocab_size=VOCAB, eos_token_ids=[EOS], prompt_ids=[10, 11])
-    expected = LogitsProcessorList(processors)(ids, logits.clone())
-    torch.testing.assert_close(scores(logits, [sampler], [()]), expected)
-
-
-def test_a_processor_that_tells_rows_apart_sees_its_own_row() -> None:
-    """A drafted level of two nodes comes as a batch of two, and each is shown at the place of the row."""
-    shapes = []
-
-    class ByRow(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            shapes.append(tuple(input_ids.shape))
-            return scores + torch.arange(len(scores))[:, None]
-
-    shown = PaddedView([ByRow()], place(index=2, num_rows=4))
-    table = torch.tensor([[0.0, 1.0], [5.0, 6.0]])
-    assert torch.equal(shown(torch.tensor([[1, 2], [1, 3]]), table), table + 2)
-    assert shapes == [(4, 2), (4, 2)]
-
-
-def test_processors_may_write_in_place_and_keep_ordinary_tensors() -> None:
-    """The engine runs in inference mode; a user's processor must not notice."""
-    kept: list[torch.Tensor] = []
-
-    class InPlace(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            scores[:, 0] = 1.0
-            kept.append(scores)
-            return scores
-
-    with torch.inference_mode():
-        given = torch.zeros(1, 4)
-        result = PaddedView([InPlace()], place())(torch.tensor([[1]]), given)
-    assert given.tolist() == [[0.0] * 4]
-    assert result[0, 0] == 1.0
-    assert not kept[0].is_inference()
+    check_scores(do_sample=True, top_k=0, logits_processor=LogitsProcessorList(processors))
+    check_scores(do_sample=False, logits_processor=LogitsProcessorList(processors))
 
 
 @pytest.mark.parametrize("words", [[[]], [[], [5], [], [9, 3]]], ids=str)

@@ -73,13 +73,17 @@ def test_refused_by_name_with_a_remedy(options: dict[str, Any], words: str) -> N
         run(**options)
 
 
-def test_a_filled_cache_is_refused_however_it_comes() -> None:
-    """Called without `generate` around it, the hook sees only the cache itself."""
-    with pytest.raises(ConfigError, match="past_key_values"):
-        check_inputs({"past_key_values": filled_cache()}, GenerateArguments())
-    with pytest.raises(ConfigError, match="past_key_values"):
-        check_inputs({"cache": filled_cache()}, GenerateArguments())
-    check_inputs({"past_key_values": DynamicCache()}, GenerateArguments())
+def test_inputs_beside_the_text_are_refused_without_generate_around_the_hook_too() -> None:
+    """It sees only the cache itself then."""
+    for name, value, said in (
+        ("past_key_values", filled_cache(), "past_key_values"),
+        ("cache", filled_cache(), "past_key_values"),
+        ("token_type_ids", IDS, "return_token_type_ids=False"),
+        ("pixel_values", IDS, "pixel_values"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_inputs({name: value}, GenerateArguments())
+    check_inputs({"past_key_values": DynamicCache(), "pixel_values": None, "use_cache": True}, GenerateArguments())
 
 
 def test_an_empty_cache_is_none() -> None:
@@ -90,14 +94,6 @@ def test_an_empty_cache_is_none() -> None:
         ids = run(model=model, input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache})
         assert torch.equal(ids, want)
         assert cache.get_seq_length() == 0
-
-
-def test_unknown_inputs_are_refused() -> None:
-    with pytest.raises(ConfigError, match="return_token_type_ids=False"):
-        check_inputs({"token_type_ids": IDS}, GenerateArguments())
-    with pytest.raises(ConfigError, match="pixel_values"):
-        check_inputs({"pixel_values": IDS}, GenerateArguments())
-    check_inputs({"pixel_values": None, "use_cache": True}, GenerateArguments())
 
 
 def test_encoder_decoder_models_are_refused() -> None:
@@ -137,16 +133,17 @@ def test_models_that_cannot_be_rolled_back_are_refused() -> None:
         run(model=model, attention_mask=None)
 
 
-def test_padding_at_the_end_is_refused() -> None:
-    ids, mask = torch.tensor([[10, 11, 12], [10, 11, 3]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    with pytest.raises(PromptError, match=r"row 1 .*padding_side = 'left'"):
-        run(input_ids=ids, attention_mask=mask)
-
-
-def test_a_row_without_tokens_is_refused() -> None:
-    ids, mask = torch.tensor([[10, 11, 12], [3, 3, 3]]), torch.tensor([[1, 1, 1], [0, 0, 0]])
-    with pytest.raises(PromptError, match="row 1 contains no tokens"):
-        run(input_ids=ids, attention_mask=mask)
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([10, 11, 3], [1, 1, 0], r"row 1 .*padding_side = 'left'"),
+        ([3, 3, 3], [0, 0, 0], "row 1 contains no tokens"),
+        ([10, 99, 12], [1, 1, 1], "99"),
+    ],
+)
+def test_rows_that_are_no_prompts_are_refused(ids: list[int], mask: list[int], message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        run(input_ids=torch.tensor([[10, 11, 12], ids]), attention_mask=torch.tensor([[1, 1, 1], mask]))
 
 
 def test_tokens_masked_inside_a_text_are_refused_where_attention_has_windows() -> None:
@@ -162,11 +159,6 @@ def test_tokens_masked_inside_a_text_are_refused_where_attention_has_windows() -
     )
     with pytest.raises(ConfigError, match="row 0 masks tokens inside its text"):
         run(model=MistralForCausalLM(config).eval(), attention_mask=torch.tensor([[1, 0, 1]]))
-
-
-def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
-    with pytest.raises(PromptError, match="99"):
-        run(input_ids=torch.tensor([[10, 99, 12]]))
 
 
 CONTEXT = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import string
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from transformers import (
+    EosTokenCriteria,
     MaxTimeCriteria,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -145,21 +147,79 @@ def test_the_call_of_the_evaluation_harness(stop: str, eos: int | None) -> None:
     assert torch.equal(call(custom_generate=hook()), call())
 
 
-def test_a_criterion_of_ones_own_sees_every_length_once() -> None:
-    seen: list[int] = []
+class Watching(StoppingCriteria):
+    """Ends all rows at once when each of them has said a token of every eighth; remembers what it saw."""
 
-    class Sum(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-            seen.append(input_ids.shape[1])
-            return input_ids[:, 3:].sum(-1) > 300
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+        self.has_said: set[int] = set()
 
-    prompt = inputs([10, 11, 12])
-    options = {**prompt, "max_new_tokens": BUDGET, "do_sample": False}
-    theirs = target().generate(**options, stopping_criteria=[Sum()])
-    plain, seen[:] = list(seen), []
-    ours = target().generate(**options, stopping_criteria=[Sum()], custom_generate=hook())
-    assert torch.equal(ours, theirs)
-    assert seen == plain == list(range(4, theirs.shape[1] + 1))
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.seen.append(input_ids.tolist())
+        self.has_said |= {row for row, ids in enumerate(input_ids.tolist()) if ids[-1] % 8 == 7}
+        return len(self.has_said) == len(input_ids)
+
+
+class Rowwise(StoppingCriteria):
+    """Ends each row when the sum of its tokens passes a limit."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return input_ids[:, 5:].sum(-1) > 400
+
+
+class Recorder:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.values.append("end")
+
+
+def criteria_of(kind: str) -> list[Any]:
+    made: dict[str, Callable[[], Any]] = {
+        "eos": lambda: EosTokenCriteria(torch.tensor([24, 41])),
+        "watching": Watching,
+        "rowwise": Rowwise,
+        "stops": lambda: StopStringCriteria(tokenizer(), [CHARACTERS[28]]),
+    }
+    return [made[name]() for name in kind.split()]
+
+
+@pytest.mark.parametrize("kind", ["", "eos", "watching", "eos watching", "rowwise", "eos rowwise", "stops watching"])
+def test_criteria_and_streamers_see_whole_columns_in_order(kind: str) -> None:
+    """However far rows run ahead of each other, each ends where plain `generate` ends it."""
+    draw, hook = random.Random(kind), speculate("draft_model", model=perturbed(target(), 0.3), num_speculative_tokens=6)
+    for _ in range(6):
+        prompt = inputs(*([draw.randrange(9, 64) for _ in range(draw.randint(1, 5))] for _ in range(3)))
+
+        def call(**options: Any) -> Any:
+            criteria, streamer = criteria_of(kind), Recorder()
+            options |= {"max_new_tokens": BUDGET, "do_sample": False, "stopping_criteria": criteria}
+            output = target().generate(**prompt, streamer=streamer, **options)  # noqa: B023
+            return output.tolist(), streamer.values, [getattr(each, "seen", None) for each in criteria]
+
+        assert call(custom_generate=hook) == call()
+    assert 0 < hook.stats.num_accepted_draft_tokens < hook.stats.num_draft_tokens
+
+
+def test_a_row_that_ends_early_needs_a_padding_token() -> None:
+    prompt, model = inputs([10, 11, 12], [20, 21]), toy_model()
+    model.generation_config.pad_token_id = None
+    plain = new(model.generate(**prompt, max_new_tokens=BUDGET, do_sample=False), prompt)
+    early = next(token for token in plain[0] if token not in plain[1])
+    with pytest.raises(ConfigError, match="pad_token_id"):
+        model.generate(
+            **prompt,
+            max_new_tokens=BUDGET,
+            do_sample=False,
+            stopping_criteria=[EosTokenCriteria(early)],
+            custom_generate=speculate("ngram"),
+        )
 
 
 def test_time_runs_out() -> None:
@@ -174,87 +234,38 @@ def test_time_runs_out() -> None:
     assert short.shape == (1, 4)
 
 
-def test_several_rules_at_once() -> None:
-    prompt = inputs([10, 11, 12], [20, 21])
-    criteria = [StopStringCriteria(tokenizer(), [CHARACTERS[28]]), AllHaveSaid(CHARACTERS[58], 3, 2)]
-    options = {**prompt, "max_new_tokens": BUDGET, "do_sample": False, "eos_token_id": [24, 41]}
-    theirs = target().generate(**options, stopping_criteria=criteria)
-    criteria = [StopStringCriteria(tokenizer(), [CHARACTERS[28]]), AllHaveSaid(CHARACTERS[58], 3, 2)]
-    assert torch.equal(target().generate(**options, stopping_criteria=criteria, custom_generate=hook()), theirs)
-
-
 # -- on real text -----------------------------------------------------------------------------------------------------
-
-KING = "The king said:"
-WARM_UP, LENGTHS, NUM_NEW, NUM_DRAFT_TOKENS = 120, range(1, 15), 40, 6
-
-Generate = Callable[..., int]
-
-
-def generators_of(model: Any, tokenizer: Any, ids: torch.Tensor) -> dict[str, Generate]:
-    """Ways of generating with a stop string, each of which returns the number of new tokens."""
-    assistant = copy.deepcopy(model)
-    assistant.generation_config.num_assistant_tokens = NUM_DRAFT_TOKENS
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0
-
-    def run(**options: Any) -> int:
-        mask = torch.ones_like(ids)
-        output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options)
-        return int(output.shape[1] - ids.shape[1])
-
-    def stop_of_transformers(stop: str) -> dict[str, Any]:
-        return {"stop_strings": stop, "tokenizer": tokenizer}
-
-    def as_criterion(stop: str) -> dict[str, Any]:
-        return {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, [stop])])}
-
-    def ours(stop: str) -> int:
-        options = {"num_speculative_tokens": NUM_DRAFT_TOKENS, "tokenizer": tokenizer, "stop_strings": stop}
-        return run(custom_generate=speculate("ngram", **options))
-
-    return {
-        "plain": lambda stop: run(**stop_of_transformers(stop)),
-        "foredraft ngram": ours,
-        "prompt lookup": lambda stop: run(prompt_lookup_num_tokens=NUM_DRAFT_TOKENS, **stop_of_transformers(stop)),
-        "assistant": lambda stop: run(assistant_model=assistant, **as_criterion(stop)),
-    }
-
-
-def stop_string(tokenizer: Any, tokens: list[int], length: int, plain: Generate) -> str:
-    """The text of the last tokens up to this one, as few as make plain decoding end here."""
-    for count in range(1, length + 4):
-        text = tokenizer.decode(tokens[: WARM_UP + length][-count:])
-        if plain(text) == length:
-            return str(text)
-    raise ValueError(f"no stop string ends after {length} tokens")
-
-
-def table_of_lengths() -> list[dict[str, Any]]:
-    """One row per length: the stop string, and the length that each way gives."""
-    model, _, tokenizer = zoo.load()
-    model.generation_config.eos_token_id = None
-    prompt = tokenizer(KING, return_tensors="pt")
-    text = model.generate(**prompt, max_new_tokens=WARM_UP + 20, do_sample=False)[0]
-    new = text[prompt["input_ids"].shape[1] :].tolist()
-    ids = text[None, : prompt["input_ids"].shape[1] + WARM_UP]
-    generators = generators_of(model, tokenizer, ids)
-    rows = []
-    for length in LENGTHS:
-        stop = stop_string(tokenizer, new, length, generators["plain"])
-        rows.append({"stop": stop} | {name: generate(stop) for name, generate in generators.items()})
-    return rows
 
 
 @pytest.mark.full
 def test_stop_strings_inside_blocks_on_real_text_beside_transformers() -> None:
-    """On real text: ours right at all 14 lengths; transformers' prompt lookup and assistant at few of them."""
-    rows = table_of_lengths()
-    right = {name: sum(row[name] == row["plain"] for row in rows) for name in rows[0] if name != "stop"}
-    assert right["plain"] == right["foredraft ngram"] == len(rows) == 14
-    assert [row["plain"] for row in rows] == list(range(1, 15))
-    assert right["prompt lookup"] < 14
-    assert right["assistant"] < 14
+    """Ours end the text at all 14 lengths; transformers' prompt lookup and assistant at few of them."""
+    model, _, tokenizer = zoo.load()
+    model.generation_config.eos_token_id = None
+    prompt = tokenizer("The king said:", return_tensors="pt")
+    text = model.generate(**prompt, max_new_tokens=140, do_sample=False)[0]
+    start = prompt["input_ids"].shape[1] + 120
+    ids = text[None, :start]
+    assistant = copy.deepcopy(model)
+    assistant.generation_config.num_assistant_tokens = 6
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0
+
+    def length(**options: Any) -> int:
+        options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
+        return int(model.generate(ids, **options).shape[1]) - start
+
+    wrong = {"prompt lookup": 0, "assistant": 0}
+    for wanted in range(1, 15):
+        ends = (tokenizer.decode(text[: start + wanted][-count:]) for count in range(1, wanted + 4))
+        stop = next(end for end in ends if length(stop_strings=end, tokenizer=tokenizer) == wanted)
+        ours = speculate("ngram", num_speculative_tokens=6, tokenizer=tokenizer, stop_strings=stop)
+        assert length(custom_generate=ours) == wanted
+        lookup = length(prompt_lookup_num_tokens=6, stop_strings=stop, tokenizer=tokenizer)
+        criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, [stop])])
+        wrong["prompt lookup"] += lookup != wanted
+        wrong["assistant"] += length(assistant_model=assistant, stopping_criteria=criteria) != wanted
+    assert all(wrong.values())
 
 
 @pytest.mark.parametrize(

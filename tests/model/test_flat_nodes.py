@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from foredraft.accept import accept, choose_all
@@ -48,31 +46,6 @@ def as_rectangle(lm: CausalLM) -> CausalLM:
     return other
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 3), st.data())
-def test_a_list_is_the_rectangle_without_its_padding(counts: list[int], more: int, data: Any) -> None:
-    width = max(1, *counts) + more
-    flat = FlatNodes(counts, width, torch.device("cpu"))
-    rectangle = torch.arange(len(counts) * width * 2).view(len(counts), width, 2)
-    real = torch.tensor([[row * width + column] for row, count in enumerate(counts) for column in range(count)])
-    assert len(flat) == sum(counts)
-    if not len(flat):
-        return
-    listed = flat.listed(rectangle)
-    assert torch.equal(listed, rectangle.flatten(0, 1)[real[:, 0]])
-    spread = flat.spread(listed)
-    for row, count in enumerate(counts):
-        assert torch.equal(spread[row, :count], rectangle[row, :count])
-        assert (spread[row, count:] == listed[0]).all()
-    start = data.draw(st.integers(0, width))
-    columns = range(start, data.draw(st.integers(start, width)))
-    numbers, kept = flat.kept(columns)
-    for row, count in enumerate(counts):
-        stop = max(columns.start, min(columns.stop, count))
-        if len(numbers):
-            got = kept.spread(listed[numbers])[row, : stop - columns.start]
-            assert torch.equal(got, rectangle[row, columns.start : stop])
-
-
 @pytest.mark.parametrize("keep", [None, slice(0, 0), slice(1, None), slice(0, 2), slice(2, 3)])
 def test_logits_features_and_cache_are_those_of_the_rectangle(lm: CausalLM, keep: slice | None) -> None:
     nodes, wanted = Nodes.from_trees(TREES), Wanted(last_hidden=True, layer_inputs=(1,))
@@ -95,19 +68,6 @@ def test_logits_features_and_cache_are_those_of_the_rectangle(lm: CausalLM, keep
         length = len(PREFIXES[row]) + len(tree)
         for pair, other in zip(caches[0].export(row, length), caches[1].export(row, length), strict=True):
             assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(pair, other, strict=True))
-
-
-def test_logits_as_a_list_are_those_of_the_rectangle(lm: CausalLM) -> None:
-    nodes = Nodes.from_trees(TREES)
-    want = lm.forward(nodes, prefilled(lm))
-    got = lm.forward(nodes, prefilled(lm), listed=True)
-    assert isinstance(got, NodeLogits)
-    assert [len(got[row]) for row in range(len(got))] == list(map(len, TREES))
-    for row, tree in enumerate(TREES):
-        assert torch.equal(got[row], want[row, : len(tree)])
-        assert torch.equal(got.of([row, 0])[1], got[0])
-    equal = Nodes.from_trees([DraftTree.root(1)] * 4)
-    assert isinstance(lm.forward(equal, prefilled(lm), listed=True), torch.Tensor)
 
 
 @pytest.mark.parametrize("rule", ["match", "standard"])

@@ -14,6 +14,7 @@ from foredraft.errors import UnsupportedModelError
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes, Wanted
 from foredraft.testing import strengthen
+from generated import generated
 
 pytestmark = pytest.mark.skipif(
     not hasattr(cache_utils, "DummyLayer") or not hasattr(transformers, "Gemma4ForCausalLM"),
@@ -62,11 +63,8 @@ def test_texts_are_those_of_transformers(name: str, method: str) -> None:
     model = made(name, torch.float64)
     prompts, wanted = [prompt(20), prompt(5), prompt(12)], []
     for tokens in prompts:
-        ids = torch.tensor([tokens])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
-        plain = model.generate(ids, **options)
-        wanted.append(plain[0, len(tokens) :].tolist())
-        assert torch.equal(model.generate(ids, **options, custom_generate=speculate(method)), plain)
+        wanted.append(generated(model, tokens, 20))
+        assert generated(model, tokens, 20, custom_generate=speculate(method)) == wanted[-1]
     params = SamplingParams(temperature=0, max_tokens=20, detokenize=False)
     outputs = LLM(model, method, prefill_chunk_size=8).generate(prompts, params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted

@@ -24,28 +24,19 @@ from foredraft.errors import UnsupportedModelError
 from foredraft.loading.adapters import shared_adapter
 from foredraft.model.execution.execution import choose_execution
 from foredraft.model.lm import CausalLM
-from foredraft.model.prober import Prober
 from foredraft.testing import toy_model
+from generated import generated
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"max_tokens": 12, "temperature": 0.0}
 
 
 def plain(model: PreTrainedModel) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    return output[0, len(PROMPT) :].tolist()
+    return generated(model, PROMPT, 12)
 
 
 def hook(model: PreTrainedModel, **options: Any) -> Callable[[], list[int]]:
-    speculation = speculate("ngram", **options)
-    ids = torch.tensor([PROMPT])
-
-    def call() -> list[int]:
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-        return model.generate(ids, **given, custom_generate=speculation)[0, len(PROMPT) :].tolist()
-
-    return call
+    return functools.partial(generated, model, PROMPT, 12, custom_generate=speculate("ngram", **options))
 
 
 def llm(model: PreTrainedModel, **options: Any) -> Callable[[], list[int]]:
@@ -117,13 +108,11 @@ def large(lm: CausalLM) -> list[int]:
     return [id(each.matrix) for each in lm.execution._products if min(each.layers[0].weight.shape) > 16]
 
 
-def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_packs_nothing_again_and_probes_each_adapter_once() -> None:
     """Switching to and fro costs a new shadow; weights that are the same stay packed."""
     model = lora.lora_model()
-    probed = []
-    judge = Prober.after
-    monkeypatch.setattr(Prober, "after", lambda prober: (probed.append(prober), judge(prober))[1])
     lm = CausalLM(model)
+    probes = [lm.probe]
     is_packed = choose_execution("auto", "cpu", torch.float32) == "packed"
     packed = large(lm)
     assert is_packed == bool(packed)
@@ -132,7 +121,9 @@ def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: 
         assert lm.refresh()
         assert not lm.refresh()
         assert large(lm) == packed
-    assert len(probed) == 2
+        probes.append(lm.probe)
+    assert probes[0] is probes[2] is probes[4]
+    assert probes[0] is not probes[1] is probes[3]
     assert lm.num_changes == 4
     if is_packed:
         layer = lora.layers(model)[1]
@@ -207,9 +198,7 @@ def test_rows_that_run_while_the_model_is_switched_leave_no_prefix() -> None:
     assert other == plain(model)
     again = face.generate(prompt, GREEDY)[0]
     assert again.num_cached_tokens <= len(PROMPT)
-    ids = torch.tensor([PROMPT * 4])
-    want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    assert list(again.outputs[0].token_ids) == want[0, ids.shape[1] :].tolist()
+    assert list(again.outputs[0].token_ids) == generated(model, PROMPT * 4, 12)
 
 
 # -- other changes ---------------------------------------------------------------------------------------------------
@@ -232,6 +221,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
     "modules put in": _wrap,
     "a module replaced": lambda model: setattr(model, "lm_head", copy.deepcopy(toy_model(seed=1).lm_head).float()),
     "a tensor replaced": lambda model: setattr(model.lm_head, "weight", nn.Parameter(-model.lm_head.weight.detach())),
+    "loaded": lambda model: model.load_state_dict(toy_model(seed=1).state_dict()),
     "written in place": lambda model: model.lm_head.weight.detach().mul_(-1),
     "a hook": lambda model: model.lm_head.register_forward_hook(lambda _module, _args, output: -output),
     "another dtype": lambda model: model.double(),

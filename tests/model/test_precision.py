@@ -64,69 +64,38 @@ def drafter(name: str, dtype: torch.dtype, num_branches: int) -> Drafter:
 Request = tuple[tuple[int, ...], SamplingParams]
 
 
-def requests(mode: str) -> list[Request]:
-    return [(prompt, MODES[mode]) for prompt in PROMPTS]
-
-
 def mixed(name: str) -> list[Request]:
     """Greedy and sampled rows in turn; which prompts are greedy changes from one architecture to the next."""
     modes, shift = list(MODES.values()), list(ARCHITECTURES).index(name)
     return [(prompt, modes[(row + shift) % 2]) for row, prompt in enumerate(PROMPTS)]
 
 
-def differences(name: str, dtype: torch.dtype, asked: list[Request], alone: tuple[int, ...]) -> list[Divergence]:
-    """Of a tree drafter in a batch, and of these rows alone, from the plain loop in one batch; all at free shapes.
+def differences(name: str, dtype: torch.dtype, asked: list[Request]) -> list[Divergence]:
+    """Of a tree drafter in a batch, and of a greedy row and a sampled one alone, from the plain loop in one batch.
 
-    By stock kernels, which round by the shape; those of our own do not (test_native_program.py),
+    All at free shapes, by stock kernels, which round by the shape; those of our own do not (test_native_program.py),
     and stand here for architectures that differ in kind.
     """
     lm = adapter(name, dtype, "auto" if name in ALWAYS else "eager")
     plain = decode(lm, EmptyDrafter(), asked, config=RELAXED)
     found = divergences(lm, asked, drafted(decode(lm, drafter(name, dtype, 3), asked, config=RELAXED)), plain)
-    for row in alone:
+    for row in (0, 1):
         trace = decode(lm, drafter(name, dtype, 1), [asked[row]], config=RELAXED)
         found += divergences(lm, [asked[row]], trace, Trace({"0.0": plain.outputs[f"{row}.0"]}, {}, 0))
     return found
 
 
-def check_single_precision(name: str, asked: list[Request], alone: tuple[int, ...]) -> None:
-    for divergence in differences(name, torch.float32, asked, alone):
-        assert divergence.gap < FLOAT32_GAP, divergence
-
-
-def check_half_precision(name: str, asked: list[Request], alone: tuple[int, ...]) -> list[str]:
-    found = differences(name, torch.bfloat16, asked, alone)
-    for divergence in found:
-        assert divergence.gap < (ROUTED_GAP if name in ROUTED else BFLOAT16_GAP), divergence
-    return [str(divergence) for divergence in found]
-
-
-ALONE = (0, 1)
-"""Neighbours, hence one greedy row and one sampled."""
-
-
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    but_variants(in_turns(["single", "half"])),
-)
+@pytest.mark.parametrize(("name", "precision"), but_variants(in_turns(["single", "half"])))
 def test_other_precisions_differ_at_near_ties_only(
     name: str, precision: str, record_property: Callable[[str, object], None]
 ) -> None:
-    if precision == "single":
-        check_single_precision(name, mixed(name), ALONE)
-    else:
-        record_property("divergences", check_half_precision(name, mixed(name), ALONE))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_prompt_in_every_precision(name: str, mode: str, record_property: Callable[[str, object], None]) -> None:
-    """The tests above with every prompt in every mode, in a batch and alone."""
-    every_row = tuple(range(len(PROMPTS)))
-    check_single_precision(name, requests(mode), every_row)
-    record_property("divergences", check_half_precision(name, requests(mode), every_row))
+    dtype = torch.float32 if precision == "single" else torch.bfloat16
+    limit = FLOAT32_GAP if precision == "single" else ROUTED_GAP if name in ROUTED else BFLOAT16_GAP
+    found = differences(name, dtype, mixed(name))
+    record_property("divergences", [str(divergence) for divergence in found])
+    for divergence in found:
+        assert divergence.gap < limit, divergence
 
 
 @pytest.mark.parametrize("mode", MODES)

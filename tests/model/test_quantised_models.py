@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from foredraft import LLM, speculate
 from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.execution.packing import packable
 from foredraft.model.independence import quantised_layers
 from foredraft.model.lm import CausalLM, Nodes
-from foredraft.testing import strengthen
+from foredraft.testing import toy_model
+from generated import generated
 
 IDS = torch.tensor([[10, 11, 12, 13]])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -28,19 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 def dense_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Large enough for packed weights."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return strengthen(LlamaForCausalLM(config), 1, scale=0.1).to(dtype).eval()
+    return toy_model(512, seed=1, dtype=dtype, scale=0.1, hidden_size=256, intermediate_size=1024)
 
 
 def replaced(model: PreTrainedModel, new: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
@@ -53,14 +42,11 @@ def replaced(model: PreTrainedModel, new: Callable[[nn.Linear], nn.Module]) -> P
 
 
 def plain(model: PreTrainedModel) -> list[int]:
-    output = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=20, do_sample=False)
-    return output[0, IDS.shape[1] :].tolist()
+    return generated(model, IDS[0].tolist(), 20)
 
 
 def drafted(model: PreTrainedModel, **options: Any) -> list[int]:
-    given = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 20, "do_sample": False}
-    output = model.generate(IDS, **given, custom_generate=speculate(**{"method": "ngram", **options}))
-    return output[0, IDS.shape[1] :].tolist()
+    return generated(model, IDS[0].tolist(), 20, custom_generate=speculate(**{"method": "ngram", **options}))
 
 
 def assert_decoded_as_it_is(model: PreTrainedModel, **options: Any) -> None:

@@ -187,20 +187,6 @@ def test_the_users_model_stays_as_it_is(name: str, execution: str) -> None:
     assert torch.equal(model.eval()(input_ids=ids).logits, want)
 
 
-def test_a_model_stays_as_it_is_after_an_exception() -> None:
-    model = toy_model(dtype=torch.float32)
-    before = fingerprint(model)
-    lm = CausalLM(model)
-
-    class Broken(EmptyDrafter):
-        def observe(self, rows: Any, results: Any) -> None:
-            raise RuntimeError("broken on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        decode(lm, Broken(), [((1, 2, 3), SamplingParams(max_tokens=5, temperature=0.0))])
-    assert_unchanged(before, fingerprint(model))
-
-
 # -- what the probe finds ----------------------------------------------------------------------------------------
 
 

@@ -144,8 +144,8 @@ def test_lines_of_pages_for_users_are_short() -> None:
 
 
 def test_anchors_are_headings() -> None:
-    """Of pages for users; a site that is built strictly does not look at those of files beside it."""
-    for page in [page for page in PAGES if ROOT / "dev" not in page.parents]:
+    """Of pages for users and of the list of sections; a site that is built strictly looks at no files beside it."""
+    for page in [page for page in PAGES if ROOT / "dev" not in page.parents or page.name == "from_the_documents.md"]:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
             linked = page.parent / target if target else page
             headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)

@@ -129,25 +129,6 @@ def test_files_and_tests_that_are_named_exist() -> None:
         assert not test or test in names_in(place), f"{path}::{test}"
 
 
-def anchors(page: Path) -> set[str]:
-    """What a heading of a page is linked by."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize(
-    "page", ["dev/from_the_documents.md", *(f"docs/methods/{name}.md" for name in ("nasd", "ngram", "draft_model"))]
-)
-def test_links_lead_to_sections_that_exist(page: str) -> None:
-    place = ROOT / page
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", place.read_text(encoding="utf-8"))
-    assert links
-    for target, anchor in links:
-        linked = (place.parent / target) if target else place
-        assert linked.exists(), target
-        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
-
-
 def test_the_readme_groups_methods_by_the_families_of_the_survey() -> None:
     table = README.split("\n## Methods\n")[1].split("\n## ")[0]
     grouped: dict[str, set[str]] = {}

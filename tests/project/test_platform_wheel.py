@@ -17,6 +17,7 @@ import pytest
 import foredraft
 from foredraft.native import library as native
 from foredraft.native.compiler import OPTIONS, file_digest, library_digest
+from programs import printed
 
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
@@ -72,13 +73,8 @@ class Installation:
         """Run Python without any compiler, and read what it prints as JSON."""
         nowhere = {"PATH": str(self.folder / "empty"), "CXX": "/nowhere/c++", "CC": "/nowhere/cc"}
         kept = {"FOREDRAFT_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        return ran([str(self.python), *arguments], self.folder / "empty", {**nowhere, **kept, **environment})
-
-
-def ran(command: list[str], folder: Path, environment: dict[str, str]) -> Any:
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+        given = {**nowhere, **kept, **environment}
+        return json.loads(printed([str(self.python), *arguments], self.folder / "empty", given))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +132,7 @@ def test_it_has_the_bits_of_kernels_that_are_compiled_here(
     by_wheel = installed.run("-c", LOGITS, model, dtype, **SETS[held])
     source = str(Path(foredraft.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **SETS[held]}
-    here = ran([sys.executable, "-c", LOGITS, model, dtype], installed.folder, environment)
+    here = json.loads(printed([sys.executable, "-c", LOGITS, model, dtype], installed.folder, environment))
     assert by_wheel["guarantee"] == here["guarantee"] == "bit-identical"
     assert by_wheel["logits"] == here["logits"]
 

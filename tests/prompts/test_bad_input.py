@@ -6,7 +6,7 @@ import logging
 import threading
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from drafting import made
 from foredraft import LLM
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
@@ -26,21 +25,18 @@ from foredraft.errors import (
     ConfigError,
     ContextLengthError,
     EngineBusyError,
-    ForedraftError,
-    NumericsError,
     PromptError,
 )
 from foredraft.model.lm import CausalLM
-from foredraft.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
+from foredraft.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 from foredraft.tree import DraftTree
-from toys import VOCAB_SIZE, target
+from toys import VOCAB_SIZE, small, target
 
 POISON = 63
 
 
-def drafter(num_branches: int = 3) -> Drafter:
-    small = CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1), execution="eager")
-    return DraftModelDrafter(small, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3, num_branches=num_branches)
+def drafter() -> Drafter:
+    return DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3, num_branches=3)
 
 
 def finish(engine: Engine) -> None:
@@ -67,15 +63,14 @@ BAD_PROMPTS = [
 ]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS)
-def test_a_bad_prompt_is_refused_and_harms_nobody(prompt: Any, error: type[ForedraftError], message: str) -> None:
+def test_bad_prompts_are_refused_and_harm_nobody() -> None:
     """Before, between and after good ones, in the middle of decoding."""
     engine = Engine(target(), drafter())
     rows: list[Row] = []
     for good in PROMPTS:
-        with pytest.raises(error, match=message):
-            engine.add_request(prompt, GREEDY)
+        for prompt, error, message in BAD_PROMPTS:
+            with pytest.raises(error, match=message):
+                engine.add_request(cast("Any", prompt), GREEDY)
         rows += engine.add_request(good, GREEDY)
         engine.step()
     finish(engine)
@@ -89,22 +84,6 @@ def test_an_end_of_text_that_is_no_token_id_is_refused(eos: Any) -> None:
     model.generation_config.eos_token_id = eos
     with pytest.raises(ConfigError, match=r"generation_config\.eos_token_id of LlamaForCausalLM is .* or to None"):
         LLM(model)
-
-
-BAD_CONFIGS = [
-    ({"method": "eagel"}, "eagel"),
-    ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
-    ({"method": "ngram", "num_speculative_tokens": "many"}, "num_speculative_tokens"),
-    ({"method": "ngram", "prompt_lookup_mix": 3}, "prompt_lookup_min"),
-    ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup"),
-    ({"method": "ngram", "rejection_sample_method": "typical"}, "rejection_sample_method"),
-]
-
-
-@pytest.mark.parametrize(("values", "message"), BAD_CONFIGS)
-def test_bad_speculative_configs_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SpeculativeConfig.parse(values)
 
 
 def test_a_logit_bias_outside_of_the_vocabulary_is_refused() -> None:
@@ -140,10 +119,7 @@ class DraftsPoison(NGramDrafter):
     ("acceptance", "params"), [("match", SAMPLED), ("standard", GREEDY), ("standard", SAMPLED), ("block", SAMPLED)]
 )
 def test_a_drafted_token_that_turns_the_model_nan_costs_no_token(params: SamplingParams, acceptance: str) -> None:
-    """Plain decoding never feeds it, so its NaN must not reach the others through masked columns: 0 * NaN is NaN.
-
-    Failed before: every row that was ever drafted a poisonous token ended with an error.
-    """
+    """Plain decoding never feeds it, so its NaN must not reach the others through masked columns: 0 * NaN is NaN."""
     never = replace(params, bad_words_ids=((POISON,),))
     engine = Engine(
         poisoned(), made("ngram", 3, cls=DraftsPoison, prompt_lookup_min=1), EngineConfig(acceptance=acceptance)
@@ -158,23 +134,6 @@ def test_a_drafted_token_that_turns_the_model_nan_costs_no_token(params: Samplin
         assert [row.output_ids for row in rows] == [row.output_ids for row in sound]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_row_that_turns_nan_ends_with_an_error_and_the_others_go_on(params: SamplingParams) -> None:
-    engine = Engine(poisoned(), drafter())
-    never = replace(params, bad_words_ids=((POISON,),))
-    rows = [engine.add_request(prompt, never)[0] for prompt in PROMPTS[:2]]
-    (bad,) = engine.add_request((1, POISON, 2), params)
-    rows += [engine.add_request(prompt, never)[0] for prompt in PROMPTS[2:]]
-    errors = {output.row.id: output.error for outputs in engine.run() for output in outputs if output.error}
-    assert list(errors) == [bad.id]
-    assert isinstance(errors[bad.id], NumericsError)
-    assert (bad.finish_reason, bad.output_ids) == ("error", [])
-    plain = Engine(target(), EmptyDrafter())
-    sound = [plain.add_request(prompt, never)[0] for prompt in PROMPTS]
-    finish(plain)
-    assert [row.output_ids for row in rows] == [row.output_ids for row in sound]
-
-
 def test_parameters_that_leave_no_token_end_their_own_row_only() -> None:
     engine = Engine(target(), drafter())
     nothing = replace(GREEDY, logit_bias=dict.fromkeys(range(VOCAB_SIZE), float("-inf")))
@@ -182,22 +141,6 @@ def test_parameters_that_leave_no_token_end_their_own_row_only() -> None:
     rows = [engine.add_request(prompt, GREEDY)[0] for prompt in PROMPTS]
     finish(engine)
     assert bad.finish_reason == "error"
-    assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
-
-
-def test_a_processor_that_fails_for_one_row_is_reported() -> None:
-    """Its exception is the caller's own; the engine stays usable."""
-
-    def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError("the user's own")
-
-    engine = Engine(target(), drafter())
-    engine.add_request(PROMPTS[0], replace(GREEDY, logits_processors=(fails,)))
-    with pytest.raises(ZeroDivisionError, match="own"):
-        finish(engine)
-    assert not engine.has_unfinished
-    rows = [engine.add_request(prompt, GREEDY)[0] for prompt in PROMPTS]
-    finish(engine)
     assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
 
 

@@ -95,10 +95,6 @@ def test_the_text_is_that_of_transformers(own: PreTrainedTokenizerBase, name: st
     assert chat_text(tokenizer, messages, **options) == expected
 
 
-def test_a_text_is_one_message_of_a_user(own: PreTrainedTokenizerBase) -> None:
-    assert chat_text(own, "Hi") == chat_text(own, [USER])
-
-
 FAILING = {
     "{{ 1 / 0 }}": "ZeroDivisionError",
     "{{ messages[7].content }}": "no element 7",

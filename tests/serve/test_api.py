@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -156,20 +155,6 @@ def test_a_chunk_of_a_step_holds_what_the_step_has_brought(running_server: Runni
         joined = [[chunk["choices"][0][key] for chunk in chunks] for chunks in (fine, coarse)]
         flat = [[one for part in parts for one in part] for parts in joined]
         assert flat[0] == flat[1]
-
-
-def test_a_token_takes_no_timer(running_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two for each, around waiting and sending, were a tenth of what the event loop did."""
-    made = []
-    timeout = asyncio.timeout
-    monkeypatch.setattr("foredraft.serve.answering.asyncio.timeout", lambda left: made.append(left) or timeout(left))
-    numbers = []
-    for length in (2, 40):
-        made.clear()
-        body = {"prompt": "a", "max_tokens": length, "ignore_eos": True, "speculative": False}
-        assert len(running_server.events("/v1/completions", body)) == length
-        numbers.append(len(made))
-    assert numbers[0] == numbers[1] > 0
 
 
 def test_tokens_there_and_back(running_server: Running) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,39 +14,12 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.serve.answering import answer
-from foredraft.serve.bridge import Bridge
 from foredraft.serve.completions import read_completion
-from foredraft.serve.queued_request import QueuedRequest
 from foredraft.serve.served import ServedModels
 from foredraft.serve.settings import ServerSettings
-from serving import MODEL, SETTINGS, Running, running
+from serving import MODEL, SETTINGS, Running, received, running
 
 LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "model": "plain"}
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end, "it has not come true"
-        time.sleep(0.01)
-
-
-def rows(server: Running) -> int:
-    return sum(llm.num_unfinished for llm in server.server.application.served.llms)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_rows(running_server: Running, stream: bool) -> None:
-    host, port = running_server.server.address.removeprefix("http://").split(":")
-    body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
-    with socket.create_connection((host, int(port))) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        client.sendall(head + body)
-        wait_until(lambda: rows(running_server) == 2)
-        if stream:
-            assert b"200 OK" in client.recv(4096)
-    wait_until(lambda: rows(running_server) == 0, 3.0)
-    assert running_server.server.bridge._open == {}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -62,25 +33,7 @@ def test_a_request_has_its_time(running_server: Running, stream: bool) -> None:
         error = response.json()["error"]
         assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
     assert error["code"] == "timeout"
-    wait_until(lambda: rows(running_server) == 0)
-
-
-def test_a_request_is_open_until_it_is_counted(running_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waited for the last one to end found figures without it now and then."""
-    bridge, were_open = running_server.server.bridge, []
-    assert isinstance(bridge, Bridge)
-    ended = bridge.metrics.ended
-
-    def counting(ticket: QueuedRequest, has_failed: bool) -> None:
-        were_open.append(ticket in bridge._open)
-        ended(ticket, has_failed)
-
-    monkeypatch.setattr(bridge.metrics, "ended", counting)
-    assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
-    with running_server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
-        next(response.iter_lines())
-    wait_until(lambda: len(were_open) == 2)
-    assert were_open == [True, True]
+    running_server.wait_for_rows(0)
 
 
 def test_a_client_that_reads_nothing_has_its_time_too(running_server: Running) -> None:
@@ -103,15 +56,14 @@ def test_a_client_that_reads_nothing_has_its_time_too(running_server: Running) -
         await asyncio.wait_for(response({}, receive, send), 60)
 
     asyncio.run(ask())
-    wait_until(lambda: rows(running_server) == 0)
+    running_server.wait_for_rows(0)
 
 
 def test_a_client_of_http_1_0_gets_its_stream_unframed(running_server: Running) -> None:
-    host, port = running_server.server.address.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "a", "max_tokens": 3, "stream": True}).encode()
-    with socket.create_connection((host, int(port)), timeout=30) as client:
+    with running_server.connected() as client:
         client.sendall(f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        head, _, events = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")
+        head, _, events = received(client).partition(b"\r\n\r\n")
     assert b"chunked" not in head.lower()
     assert events.startswith(b"data: {")
     assert events.endswith(b"data: [DONE]\n\n")
@@ -119,8 +71,7 @@ def test_a_client_of_http_1_0_gets_its_stream_unframed(running_server: Running) 
 
 def test_the_head_of_a_request_has_a_limit(running_server: Running) -> None:
     """Whatever other parsers of HTTP are installed: httptools has none."""
-    host, port = running_server.server.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as client:
+    with running_server.connected() as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000)
         assert client.recv(4096).startswith(b"HTTP/1.1 400")
 
@@ -140,7 +91,7 @@ def test_a_signal_lets_requests_end_and_takes_no_more(start: Callable[..., Runni
         target=lambda: answers.append(server.post("/v1/completions", **{**LONG, "max_tokens": 600}).status_code)
     )
     thread.start()
-    wait_until(lambda: rows(server) == 1)
+    server.wait_for_rows(1)
     server.server.handle_exit(15, None)
     thread.join(20)
     assert answers == [200]
@@ -152,7 +103,7 @@ def test_requests_that_take_too_long_are_told_that_the_server_ends(start: Callab
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(server.post("/v1/completions", **LONG, stream=True).text))
     thread.start()
-    wait_until(lambda: rows(server) == 1)
+    server.wait_for_rows(1)
     server.server.handle_exit(15, None)
     thread.join(20)
     *_, error, done = [line for line in texts[0].splitlines() if line]

@@ -296,25 +296,6 @@ def replacing_weights(work: ReplicaRequest) -> ReplicaRequest:
     return replace(work, weights="others")
 
 
-def test_a_replica_that_is_silent_is_left(replicas: list[Replica], plain: LLM) -> None:
-    """One that hangs neither dies nor answers."""
-    params = SamplingParams(temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
-    (expected,) = plain.generate(PROMPT, params)
-
-    class Hanging(Breaking):
-        async def generate(self, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
-            is_first = not self.works
-            async with aclosing(super().generate(work)) as messages:
-                async for message in messages:
-                    yield message
-                    if is_first and isinstance(message, Delta) and message.deltas:
-                        await asyncio.sleep(30)
-
-    answered = ask(Hanging(replicas, [None]), params, FailoverSettings(stall_timeout=3.0, retry_seconds=0.0))
-    assert answered.ids[0] == list(expected.outputs[0].token_ids)
-    assert answered.notes["failover"]["count"] == 1
-
-
 def test_the_page_has_every_replica_under_its_name(replicas: list[Replica]) -> None:
     page = ClusterMetrics("tiny", lambda: {one.name: one.page for one in replicas}).page().decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}

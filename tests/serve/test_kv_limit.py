@@ -1,33 +1,20 @@
-"""Memory of keys and values of a server: its default limit, and what an idle one holds."""
+"""Memory of keys and values of a server: its default limit."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from foredraft.cli import app
-from foredraft.engine.engine import Engine
-from foredraft.llm import LLM
 from foredraft.serve import served as served_module
 from foredraft.serve.ray.config import ClusterConfig
-from foredraft.serve.served import Served, with_kv_limit
-from serving import MODEL, Running
-
-
-def test_by_default_engines_share_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_module, "available_on", {torch.device("cpu"): 10**9}.__getitem__)
-    given = {"device": "cpu", "max_num_seqs": 4}
-    assert with_kv_limit(given, 1) == {**given, "max_kv_bytes": "40%"}
-    assert with_kv_limit(given, 3)["max_kv_bytes"] == "13.3%"
-    assert with_kv_limit({**given, "max_kv_bytes": "2GB"}, 3)["max_kv_bytes"] == "2GB"
-    assert with_kv_limit({**given, "max_kv_bytes": "none"}, 3)["max_kv_bytes"] is None
+from foredraft.serve.served import with_kv_limit
+from serving import MODEL
 
 
 def test_replicas_count_as_engines_of_one_machine() -> None:
@@ -51,6 +38,7 @@ def test_where_there_is_no_default_limit_the_reason_is_told(
     [
         ([], "40%"),
         (["--drafting", "plain=none"], "20%"),
+        (["--drafting", "plain=none", "--drafting", "other=ngram"], "13.3%"),
         (["--max-kv-bytes", "3MB"], "3MB"),
         (["--max-kv-bytes", "none"], None),
     ],
@@ -70,36 +58,3 @@ def test_the_command_line_gives_the_limit_to_the_model(
     result = CliRunner().invoke(app, ["serve", MODEL, *options])
     assert result.exit_code == 0, result.output
     assert given["max_kv_bytes"] == limit
-
-
-@pytest.mark.full
-def test_an_idle_server_holds_no_keys_and_values(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After one long prompt beside short ones it has what it had before them, and answers as before."""
-    llm = LLM(MODEL, "draft_model", max_num_seqs=8, max_kv_bytes="40%")
-    held, step = [0], Engine.step
-
-    def watched(self: Engine) -> Any:
-        outputs = step(self)
-        held.append(self.memory().allocated_bytes)
-        return outputs
-
-    monkeypatch.setattr(Engine, "step", watched)
-    server = start(served=Served({"tiny": llm}))
-
-    def told(name: str) -> float:
-        (value,) = re.findall(rf"^foredraft:{name}{{.*}} (\S+)$", server.http.get("/metrics").text, re.MULTILINE)
-        return float(value)
-
-    def answer() -> tuple[str, float]:
-        del held[1:]
-        prompts = [[5] * 1200, *[[6, 7, 8 + i] for i in range(7)]]
-        found = server.post("/v1/completions", prompt=prompts, max_tokens=20, temperature=0, ignore_eos=True).json()
-        return str([choice["text"] for choice in found["choices"]]), max(held)
-
-    first = answer()
-    assert 0 < first[1] < told("kv_cache_planned_bytes")
-    llm._runner.rest()  # as it does by itself after a pause
-    assert told("kv_cache_bytes") == 0
-    assert answer()[0] == first[0]

@@ -24,11 +24,9 @@ from hypothesis import strategies as st
 from foredraft.llm import LLM
 from foredraft.serve.completions import KNOWN
 from foredraft.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
-from foredraft.serve.queued_request import deliver_all
 from foredraft.serve.responses import KNOWN as OF_RESPONSES
 from foredraft.serve.served import Served, ServedModels
-from foredraft.structured.grammars import Grammars
-from serving import MODEL, SETTINGS, Running, running
+from serving import MODEL, SETTINGS, Running
 
 NUM_CLIENTS = 32
 COUNTED = (
@@ -164,8 +162,8 @@ def soak(start: Callable[..., Running], num_requests: int, llm: LLM) -> None:
             counted = {name: value - before[name] for name, value in figures_of(server).items()}
             megabytes.append(resident_megabytes())
             assert counted["generation_tokens_total"] >= sum(each.num_tokens for each in found.values())
-            assert server.server.bridge._open == {}
-            assert [llm.num_unfinished for llm in served.llms] == [0] * len(served.llms)
+            assert server.num_open == 0
+            assert server.num_rows == 0
     assert counted == {
         "generation_tokens_total": sum(each.num_tokens for each in found.values()),
         "request_success_total": sum(len(each.texts or ()) for each in found.values()),
@@ -186,7 +184,7 @@ def figures_of(server: Running) -> dict[str, float]:
     """Figures that clients can count, too, once no request is open and no row runs: gauges are told after a step."""
     deadline = monotonic() + 20
     while monotonic() < deadline and (
-        server.server.bridge._open or sum(figures(server.http.get("/metrics").text, "num_requests_running"))
+        server.num_open or sum(figures(server.http.get("/metrics").text, "num_requests_running"))
     ):
         sleep(0.02)
     page = server.http.get("/metrics").text
@@ -225,23 +223,6 @@ def test_answers_under_load_are_those_of_single_requests(start: Callable[..., Ru
 
 
 @pytest.mark.full
-def test_a_ready_server_has_read_the_tokenizer_for_grammars_and_collections_skip_what_it_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """llguidance reads the tokenizer in one call, in which no other thread runs; full collections walk all."""
-    reads: list[Grammars] = []
-    read = Grammars._read_tokenizer
-    monkeypatch.setattr(Grammars, "_read_tokenizer", lambda self: (reads.append(self), read(self))[1])
-    with running(Served({"tiny": LLM(MODEL, "ngram"), "plain": LLM(MODEL)})) as server:
-        assert len(reads) == 2
-        assert gc.get_freeze_count() > len(gc.get_objects())
-        body = {"model": "tiny", "prompt": "I", "structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
-        assert server.post("/v1/completions", **body).json()["choices"][0]["text"] in ("yes", "no")
-        assert len(reads) == 2
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.full
 def test_two_thousand_requests(start: Callable[..., Running]) -> None:
     soak(start, 2000, tiny())
 
@@ -257,18 +238,11 @@ def test_three_hundred_requests_on_a_real_model(start: Callable[..., Running]) -
 
 
 @pytest.mark.full
-def test_figures_equal_what_clients_count(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a client has its answer, too: one saw that a row ran after it had all of it."""
-    server, pages = start(), []
-
-    def reading(came: Any) -> None:
-        if any(news is None for _, news in came):
-            pages.append(server.server.bridge.metrics.page().decode())
-        deliver_all(came)
-
-    monkeypatch.setattr("foredraft.serve.bridge.deliver_all", reading)
+def test_figures_equal_what_clients_count(start: Callable[..., Running]) -> None:
+    """At once: one saw that a row ran after it had all of its answer."""
+    server = start()
     usages = [server.post("/v1/completions", **body_of(number)).json() for number in range(8)]
-    page = pages[-1]
+    page = server.http.get("/metrics").text
     assert figure(page, "num_requests_running") == figure(page, "num_requests_waiting") == 0
     completion = sum(found["usage"]["completion_tokens"] for found in usages)
     num_texts = sum(len(found["choices"]) for found in usages)
@@ -306,7 +280,7 @@ def test_the_page_tells_what_governors_estimate_and_what_memory_holds(start: Cal
         told("governor_plain_seconds_total") / told("governor_seconds_total")
     )
     assert told("governor_steps_total") >= told("governor_drafted_steps_total")
-    assert 0 <= told("kv_cache_bytes") <= told("kv_cache_planned_bytes") == 2e6  # see test_kv_limit.py
+    assert 0 <= told("kv_cache_bytes") <= told("kv_cache_planned_bytes") == 2e6
     assert told("prefix_cache_bytes") > 0
     assert told("num_preemptions_total") == told("kv_cache_usage_perc") == 0
     labels = re.findall(r"^foredraft:kv_cache_bytes\{(.*)\}", server.http.get("/metrics").text, flags=re.MULTILINE)

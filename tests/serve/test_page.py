@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,28 @@ from serving import Running
 SHOTS = Path(__file__).parents[2] / ".cache" / "page"
 
 
+def opened(page: Any, running_server: Running) -> Any:
+    """The page, with names of models."""
+    page.goto(running_server.server.address)
+    page.wait_for_selector("#name option", state="attached")
+    return page
+
+
+@pytest.fixture
+def page(browser: Any, running_server: Running) -> Iterator[Any]:
+    page = browser.new_page()
+    yield opened(page, running_server)
+    page.close()
+
+
+@pytest.fixture
+def touched(browser: Any, running_server: Running) -> Iterator[Any]:
+    """The same on a phone."""
+    context = browser.new_context(has_touch=True, is_mobile=True, viewport={"width": 390, "height": 800})
+    yield opened(context.new_page(), running_server)
+    context.close()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 1100), ("light", 390)])
 def test_a_question_is_answered(browser: Any, running_server: Running, theme: str, width: int) -> None:
@@ -21,8 +44,7 @@ def test_a_question_is_answered(browser: Any, running_server: Running, theme: st
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("request", lambda request: faults.append(request.url) if "127.0.0.1" not in request.url else None)
-    page.goto(running_server.server.address)
-    page.wait_for_selector("#name option", state="attached")
+    opened(page, running_server)
     if page.locator("#options").get_attribute("aria-expanded") == "false":
         page.locator("#options").click()
     page.locator("#tokens").fill("40")
@@ -63,10 +85,7 @@ def test_a_question_is_answered(browser: Any, running_server: Running, theme: st
 
 
 @pytest.mark.full
-def test_a_reload_ends_the_stream_and_escape_stops_it(browser: Any, running_server: Running) -> None:
-    page = browser.new_page()
-    page.goto(running_server.server.address)
-    page.wait_for_selector("#name option", state="attached")
+def test_a_reload_ends_the_stream_and_escape_stops_it(page: Any, running_server: Running) -> None:
     for leave in (lambda: page.keyboard.press("Escape"), page.reload):
         page.locator("#tokens").fill("1500")
         page.locator("#temperature").fill("1.5")
@@ -75,8 +94,7 @@ def test_a_reload_ends_the_stream_and_escape_stops_it(browser: Any, running_serv
         page.wait_for_selector(".tokens > .token", state="attached")
         leave()
         page.wait_for_timeout(500)
-        assert running_server.server.bridge._open == {}
-    page.close()
+        assert running_server.num_open == 0
 
 
 def test_the_page_asks_nobody_else() -> None:
@@ -108,11 +126,8 @@ def ask(page: Any, text: str, tokens: int = 8) -> None:
 
 
 @pytest.mark.full
-def test_a_new_conversation_begins_with_nothing_of_the_one_before(browser: Any, running_server: Running) -> None:
+def test_a_new_conversation_begins_with_nothing_of_the_one_before(page: Any) -> None:
     """The answer that "New" had stopped was its first message."""
-    page = browser.new_page()
-    page.goto(running_server.server.address)
-    page.wait_for_selector("#name option", state="attached")
     page.evaluate(UNENDING)
     ask(page, "Talk on and on")
     page.wait_for_selector(".tokens > .token", state="attached")
@@ -122,15 +137,11 @@ def test_a_new_conversation_begins_with_nothing_of_the_one_before(browser: Any, 
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "Once more")
     assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "Once more"}]
-    page.close()
 
 
 @pytest.mark.full
-def test_a_question_that_was_refused_can_be_changed(browser: Any, running_server: Running) -> None:
+def test_a_question_that_was_refused_can_be_changed(page: Any) -> None:
     """It stayed in the conversation, beside an empty answer, so that a question that was too long ended it for good."""
-    page = browser.new_page()
-    page.goto(running_server.server.address)
-    page.wait_for_selector("#name option", state="attached")
     long = "too long " * 60_000
     ask(page, long)
     page.wait_for_selector(".error:has-text('maximum context length')")
@@ -146,7 +157,6 @@ def test_a_question_that_was_refused_can_be_changed(browser: Any, running_server
     page.wait_for_selector(":nth-match(.assistant, 3) + .told:has-text('tokens per step')")
     page.wait_for_selector("#send:text('Send')")
     assert ask_again.evaluate("one => one === document.activeElement"), "focus stays where the reader has it"
-    page.close()
 
 
 @pytest.mark.full
@@ -183,11 +193,8 @@ BURST = """() => {
 
 
 @pytest.mark.full
-def test_a_long_answer_is_not_laid_out_for_every_token(browser: Any, running_server: Running) -> None:
+def test_a_long_answer_is_not_laid_out_for_every_token(page: Any) -> None:
     """Six thousand tokens held the page for more than half a minute."""
-    page = browser.new_page()
-    page.goto(running_server.server.address)
-    page.wait_for_selector("#name option", state="attached")
     page.evaluate(BURST)
     ask(page, "Talk on and on")
     page.wait_for_selector(".told:has-text('2000 tokens')")
@@ -196,7 +203,6 @@ def test_a_long_answer_is_not_laid_out_for_every_token(browser: Any, running_ser
     page.wait_for_timeout(200)
     assert page.evaluate("innerHeight + scrollY >= document.documentElement.scrollHeight - 80"), "the end is shown"
     assert page.locator("main img").count() == 0
-    page.close()
 
 
 MARKDOWN = """# Title
@@ -244,16 +250,6 @@ def counts(speedup: float | None) -> dict[str, Any]:
     governor = None if speedup is None else {"estimated_speedup": speedup, "decision": ""}
     found = {"tokens_per_step": 2.0, "method": "suffix", "lossless": True, "governor": governor}
     return {"speculative_decoding": found | {"exactness": {"kind": "up to rounding", "reason": ""}}}
-
-
-@pytest.fixture
-def touched(browser: Any, running_server: Running) -> Any:
-    """The page on a phone, with names of models."""
-    page = browser.new_context(has_touch=True, is_mobile=True, viewport={"width": 390, "height": 800}).new_page()
-    page.goto(running_server.server.address)
-    page.wait_for_selector("#name option", state="attached")
-    yield page
-    page.context.close()
 
 
 @pytest.mark.full

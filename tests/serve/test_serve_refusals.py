@@ -6,13 +6,13 @@ import asyncio
 import gzip
 import json
 import re
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -32,64 +32,46 @@ from foredraft.serve.server import Server
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.tokens import LOWEST, characters_per_token
 from foredraft.testing import toy_model
-from serving import Running, running
+from serving import Running, received, running
 
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+ASKS: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "no prompt": ("/v1/completions", {}, 400, "prompt is null"),
-    "empty prompt": ("/v1/completions", {"prompt": []}, 400, "prompt"),
-    "no tokens": ("/v1/completions", {"prompt": [[]]}, 400, "no token ids"),
-    "foreign token": ("/v1/completions", {"prompt": [10**9]}, 400, "token ids between"),
-    "half a pair": ("/v1/completions", {"prompt": "a\ud800"}, 400, "not valid Unicode"),
-    "long prompt": ("/v1/completions", {"prompt": [5] * 5000}, 400, "no room for a new token"),
-    "temperature": ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
-    "long key": ("/v1/completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias is '999"),
-    "kind": ("/v1/completions", {"prompt": "a", "max_tokens": "ten"}, 400, "max_tokens is 'ten'"),
-    "many samples": ("/v1/completions", {"prompt": "a", "n": 1000}, 400, "n is 1000"),
-    "many prompts": ("/v1/completions", {"prompt": ["a"] * 2000}, 400, "2000 prompts"),
-    "many texts": ("/v1/completions", {"prompt": ["a"] * 100, "n": 64}, 400, "6400 completions"),
-    "many logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 50}, 400, "logprobs is 50"),
-    "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
-    "beams": ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of is not supported"),
-    "usage of no stream": ("/v1/completions", {"prompt": "a", "stream_options": {}, "stream": 1}, 400, "stream is 1"),
-    "granularity": ("/v1/completions", {"prompt": "a", "stream_granularity": "word"}, 400, "token or step"),
-    "drafter": ("/v1/completions", {"prompt": "a", "speculative": "eagle3"}, 400, "has no drafting method"),
-    "timeout": ("/v1/completions", {"prompt": "a", "timeout": 0}, 400, "timeout is 0"),
-    "model": ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "does not exist"),
-    "no messages": ("/v1/chat/completions", {}, 400, "messages is null"),
-    "role": ("/v1/chat/completions", {"messages": [{"role": "<|im_start|>", "content": ""}]}, 400, "has the role"),
-    "prompt in a stream": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a"}], "stream": True, "prompt_logprobs": 1},
-        400,
-        "leave stream out",
-    ),
-    "picture": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        400,
-        "text",
-    ),
-    "template": ("/v1/chat/completions", {"messages": [], "chat_template": "x"}, 400, "chat_template is not"),
-    "tools": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}]},
-        400,
-        "--tool-call-parser",
-    ),
-    "json": ("/v1/chat/completions", {"messages": [], "response_format": {"type": "nonsense"}}, 400, "response_format"),
-    "custom tool": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "custom", "custom": {"name": "f"}}]},
-        400,
-        "tools[0] is custom",
-    ),
+    "no prompt": (TEXT, {}, 400, "prompt is null"),
+    "empty prompt": (TEXT, {"prompt": []}, 400, "prompt"),
+    "no tokens": (TEXT, {"prompt": [[]]}, 400, "no token ids"),
+    "foreign token": (TEXT, {"prompt": [10**9]}, 400, "token ids between"),
+    "half a pair": (TEXT, {"prompt": "a\ud800"}, 400, "not valid Unicode"),
+    "long prompt": (TEXT, {"prompt": [5] * 5000}, 400, "no room for a new token"),
+    "temperature": (TEXT, {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
+    "long key": (TEXT, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias is '999"),
+    "kind": (TEXT, {"prompt": "a", "max_tokens": "ten"}, 400, "max_tokens is 'ten'"),
+    "many samples": (TEXT, {"prompt": "a", "n": 1000}, 400, "n is 1000"),
+    "many prompts": (TEXT, {"prompt": ["a"] * 2000}, 400, "2000 prompts"),
+    "many texts": (TEXT, {"prompt": ["a"] * 100, "n": 64}, 400, "6400 completions"),
+    "many logprobs": (TEXT, {"prompt": "a", "logprobs": 50}, 400, "logprobs is 50"),
+    "suffix": (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+    "beams": (TEXT, {"prompt": "a", "best_of": 3}, 400, "best_of is not supported"),
+    "usage of no stream": (TEXT, {"prompt": "a", "stream_options": {}, "stream": 1}, 400, "stream is 1"),
+    "granularity": (TEXT, {"prompt": "a", "stream_granularity": "word"}, 400, "token or step"),
+    "drafter": (TEXT, {"prompt": "a", "speculative": "eagle3"}, 400, "has no drafting method"),
+    "timeout": (TEXT, {"prompt": "a", "timeout": 0}, 400, "timeout is 0"),
+    "model": (TEXT, {"prompt": "a", "model": "b"}, 404, "does not exist"),
+    "no messages": (CHAT, {}, 400, "messages is null"),
+    "role": (CHAT, {"messages": [{"role": "<|im_start|>", "content": ""}]}, 400, "has the role"),
+    "prompt in a stream": (CHAT, ASKS | {"stream": True, "prompt_logprobs": 1}, 400, "leave stream out"),
+    "picture": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+    "template": (CHAT, {"messages": [], "chat_template": "x"}, 400, "chat_template is not"),
+    "tools": (CHAT, ASKS | {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "--tool-call-parser"),
+    "json": (CHAT, {"messages": [], "response_format": {"type": "nonsense"}}, 400, "response_format"),
+    "custom tool": (CHAT, ASKS | {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, 400, "tools[0] is custom"),
     "custom tool of a response": (
-        "/v1/responses",
+        RESPONSES,
         {"input": "a", "tools": [{"type": "custom", "name": "f"}]},
         400,
         "tools[0] is custom",
     ),
-    "words by name": ("/v1/completions", {"prompt": "a", "bad_words": {"a": 1}}, 400, "it must be a list"),
+    "words by name": (TEXT, {"prompt": "a", "bad_words": {"a": 1}}, 400, "it must be a list"),
     "tokens": ("/detokenize", {"tokens": [-1]}, 400, "tokens must be"),
     "path": ("/v1/embeddings", {}, 404, "Not Found"),
     "method": ("/v1/models", {}, 405, "Method Not Allowed"),
@@ -190,7 +172,6 @@ def test_a_body_that_is_not_wanted_is_read_before_the_answer(start: Callable[...
     """
     server = start(key="key", max_body_bytes=1000, api_keys=("key",))
     assert server.post("/v1/completions", prompt="a" * 100, max_tokens=1).status_code == 200
-    host, port = server.server.address.removeprefix("http://").split(":")
     body = b"x" * 5_000_000
     sent = {
         f"Content-Length: {len(body)}": body,
@@ -202,9 +183,9 @@ def test_a_body_that_is_not_wanted_is_read_before_the_answer(start: Callable[...
             if not data and status == 413:
                 continue
             told = f"Host: a\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n{head}"
-            with socket.create_connection((host, int(port)), timeout=60) as client:
+            with server.connected() as client:
                 client.sendall(f"POST /v1/completions HTTP/1.1\r\n{told}\r\n\r\n".encode() + data)
-                answer = b"".join(iter(lambda: client.recv(65536), b""))
+                answer = received(client)
             assert answer.startswith(f"HTTP/1.1 {status} ".encode())
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == kind
 
@@ -301,9 +282,31 @@ def test_web_pages_may_call_where_they_are_let(running_server: Running) -> None:
         assert response.headers.get("access-control-allow-origin") == allowed
 
 
+AS_MANY_AS_ROWS = {"prompt": "a", "n": 8, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.full
+def test_errors_have_the_types_of_the_openai_client(running_server: Running, served: Served) -> None:
+    create = running_server.client.completions.create
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        create(model="gpt", prompt="a")
+    with pytest.raises(openai.BadRequestError):
+        create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "("}})
+    with running(served, ServerSettings(api_keys=("first",), max_queued_requests=0), "first") as other:
+        with pytest.raises(openai.AuthenticationError):
+            other.client.models.list()
+        keyed = other.client.with_options(api_key="first")
+        assert keyed.models.list().data
+        with other.http.stream("POST", "/v1/completions", json=AS_MANY_AS_ROWS) as begun:
+            next(begun.iter_lines())
+            with pytest.raises(openai.RateLimitError):
+                keyed.completions.create(model="tiny", prompt="a")
+
+
 def test_a_full_queue_is_told_with_a_time_to_come_again(running_server: Running) -> None:
-    running_server.server.bridge._num_running = 8  # as many as there are rows
-    response = running_server.under(max_queued_requests=0).post("/v1/completions", json={"prompt": "a"})
+    with running_server.http.stream("POST", "/v1/completions", json=AS_MANY_AS_ROWS) as begun:
+        next(begun.iter_lines())
+        response = running_server.under(max_queued_requests=0).post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
     assert int(response.headers["retry-after"]) > 0
     assert re.search(r'admission_rejections_total\{model_name="tiny"\} [1-9]', running_server.http.get("/metrics").text)
@@ -476,9 +479,8 @@ def test_a_name_of_this_machine_is_its_host() -> None:
 
 def test_the_address_of_a_request_goes_before_its_host(running_server: Running) -> None:
     """A whole address as target names the host (RFC 9112, 3.2.2), whatever the header says."""
-    address, _, port = running_server.server.address.removeprefix("http://").partition(":")
     for host, status in (("evil.example", b"403"), ("localhost:p@evil.example", b"403"), ("u:p@localhost", b"200")):
-        with socket.create_connection((address, int(port))) as link:
+        with running_server.connected() as link:
             link.sendall(
                 f"GET http://{host}/v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
             )

@@ -17,9 +17,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from foredraft.config.structured import StructuredOutputs
-from foredraft.engine.frontend import StreamOutput
 from foredraft.llm import LLM
-from foredraft.serve.chat import ChatForm, read_chat
+from foredraft.serve.chat import read_chat
 from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
@@ -44,6 +43,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in PARAMETERS.items()]
 TOOLS += [{"type": "function", "function": {"name": 'stop\nnow "at" once'}}]
+FUNCTIONS: Any = [tool["function"] for tool in TOOLS[:2]]
+OF_NAME = {"name": "add"}
+CALLING: Any = {"tools": None, "tool_choice": None, "functions": FUNCTIONS}
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 
@@ -150,27 +152,6 @@ def test_calls_are_those_of_plain_decoding(server: Running) -> None:
         assert "".join(token["token"] for token in choice["logprobs"]["content"]).startswith("<tool_call>")
 
 
-@pytest.mark.full
-def test_a_call_may_be_cut_anywhere(server: Running) -> None:
-    """By the limit of tokens: arguments up to there, and no call without its name; whole and streamed alike."""
-    whole = told(ask(server, tool_choice=NAMED, seed=7, temperature=0).choices[0])["calls"][0]["arguments"]
-    seen = set()
-    for most in (*range(1, 60, 5), 200):
-        sent = {"tool_choice": NAMED, "seed": 7, "max_tokens": most, "temperature": 0}
-        (choice,) = ask(server, **sent).choices
-        found = told(choice)
-        assert found == {key: streamed(server, **sent)[0][key] for key in ("calls", "reason")}
-        if found["reason"] == "stop":
-            break
-        assert found["reason"] == "length"
-        assert choice.message.content is None
-        assert all(call["name"] == "add" and whole.startswith(call["arguments"]) for call in found["calls"])
-        seen.add("".join(call["arguments"] for call in found["calls"]))
-    assert found["reason"] == "stop"
-    assert {"", whole} <= seen | {whole}
-    assert len(seen) > 3
-
-
 @pytest.mark.parametrize(("stop", "reason"), [("</tool_call>", "tool_calls"), ('"arg', "stop"), (', "b', "stop")])
 def test_stop_strings_end_calls(server: Running, stop: str, reason: str) -> None:
     """With a reason that says whether there is a whole one."""
@@ -192,6 +173,11 @@ def test_calls_of_an_answer_go_back(server: Running) -> None:
     assert f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>' in prompt
 
 
+def allowing(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -206,9 +192,31 @@ def test_calls_of_an_answer_go_back(server: Running) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]}, "'object'"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": 1}}}]}, "cannot be forced"),
         ({"tools": TOOLS * 2000}, "characters"),
+        ({"tool_choice": allowing("required", "sub")}, "tool_choice"),
+        ({"tool_choice": allowing("always", "add")}, "tool_choice"),
+        ({"tool_choice": allowing("auto")}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "add"}]}}},
+            "tool_choice",
+        ),
+        (CALLING | {"function_call": {"name": "mul"}}, "of one of the functions"),
+        (CALLING | {"function_call": "required"}, "of one of the functions"),
+        (CALLING | {"functions": None, "function_call": OF_NAME}, "there are no functions"),
+        (CALLING | {"functions": [{"type": "function"}]}, "functions[0]"),
+        (CALLING | {"functions": "add"}, "a list of"),
+        (CALLING | {"tools": TOOLS}, "functions and tools"),
+        (CALLING | {"tool_choice": "auto"}, "functions and tool_choice"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"$ref": 1}}}],
+                "tool_choice": "auto",
+            },
+            "(strict)",
+        ),
     ],
 )
-def test_what_cannot_be_forced_is_refused_by_name(server: Running, fields: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_called_is_refused_by_name(server: Running, fields: dict[str, Any], said: str) -> None:
     sent = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", **fields}
     found = server.http.post("/v1/chat/completions", content=json.dumps(sent).encode())
     assert found.status_code == 400
@@ -241,11 +249,6 @@ def test_without_llguidance_a_forced_call_is_refused(server: Running, monkeypatc
     assert "python -m pip install 'llguidance" in found.json()["error"]["message"]
 
 
-def allowing(mode: str, *names: str) -> Any:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
 def test_allowed_tools_alone_are_called(server: Running) -> None:
     """The others are as if they were not offered."""
     found = ask(server, tool_choice=allowing("required", "paint"), n=12, seed=1, parallel_tool_calls=False).choices
@@ -258,22 +261,6 @@ def test_allowed_tools_alone_are_called(server: Running) -> None:
     texts = [server.post("/v1/chat/completions", **sent, **each).json() for each in choices]
     assert texts[0]["usage"] == texts[1]["usage"]
     assert texts[0]["choices"][0]["message"] == texts[1]["choices"][0]["message"]
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        allowing("required", "sub"),
-        allowing("always", "add"),
-        allowing("auto"),
-        {"type": "allowed_tools"},
-        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "add"}]}},
-    ],
-)
-def test_tools_that_cannot_be_allowed_are_refused(server: Running, choice: Any) -> None:
-    found = server.post("/v1/chat/completions", messages=MESSAGES, tools=TOOLS, tool_choice=choice)
-    assert found.status_code == 400
-    assert "tool_choice" in found.json()["error"]["message"]
 
 
 STRICT: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
@@ -301,46 +288,40 @@ ADDED, PAINTED = (
 )
 
 
+BEGUN = '<tool_call>\n{"name": %s'
+STRICTLY: dict[str, Any] = {"strict": tuple(STRICT)}
+FORCED: dict[str, Any] = {"forced": tuple(STRICT)}
+
+
 @pytest.mark.parametrize("has_tags", [False, True])
 @pytest.mark.parametrize(
-    ("text", "followed", "ends"),
+    ("options", "text", "followed", "ends"),
     [
-        ("", "", True),
-        ("a < b, <tool", "a < b, <tool", True),
-        (f"Well, {ADDED} and {PAINTED}", f"Well, {ADDED} and {PAINTED}", True),
-        ('<tool_call>\n{"name": "add", "arguments": {"c": 1}}', '<tool_call>\n{"name": "add", "arguments": {"', False),
-        ('<tool_call>\n{"name": "sub"', '<tool_call>\n{"name": "', False),
-        ("Well, <tool_call>add", "Well, <tool_call>", False),
+        (STRICTLY, "", "", True),
+        (STRICTLY, "a < b, <tool", "a < b, <tool", True),
+        (STRICTLY, f"Well, {ADDED} and {PAINTED}", f"Well, {ADDED} and {PAINTED}", True),
+        (STRICTLY, BEGUN % '"add", "arguments": {"c": 1}}', BEGUN % '"add", "arguments": {"', False),
+        (STRICTLY, BEGUN % '"sub"', BEGUN % '"', False),
+        (STRICTLY, "Well, <tool_call>add", "Well, <tool_call>", False),
+        (STRICTLY | {"is_single": True}, f"{ADDED} done", f"{ADDED} done", True),
+        (STRICTLY | {"is_single": True}, f"{ADDED}\n{PAINTED}", f"{ADDED}\n", None),
+        (FORCED, ADDED, ADDED, True),
+        (FORCED, "a", "", False),
     ],
 )
-def test_a_call_that_is_begun_follows_its_schema(
-    llm: LLM, has_tags: bool, text: str, followed: str, ends: bool
+def test_a_call_that_is_begun_or_forced_follows_its_schema(
+    llm: LLM, has_tags: bool, options: dict[str, Any], text: str, followed: str, ends: bool | None
 ) -> None:
-    """Once it is begun, and no other text is bound; with tags that are spelled, or tokens as in Qwen's vocabulary."""
+    """And no other text is bound; with tags that are spelled, or tokens as in Qwen's vocabulary."""
     tokenizer = copy.deepcopy(llm.tokenizer)
     if has_tags:
         tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
-    found, may_end = follows(tokenizer, Tools(STRICT, strict=tuple(STRICT), has_tags=has_tags), text)
+    found, may_end = follows(tokenizer, Tools(STRICT, **options, has_tags=has_tags), text)
     assert text.startswith(found)
     assert found.startswith(followed)
+    assert len(found) < len(followed) + len("<tool_call>")
     assert (found == text) == (followed == text)
-    assert may_end == ends
-
-
-def test_a_forced_call_has_tags_that_are_tokens(llm: LLM) -> None:
-    """They were spelled, as no model with such tokens does."""
-    tokenizer = copy.deepcopy(llm.tokenizer)
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
-    assert follows(tokenizer, Tools(STRICT, tuple(STRICT), has_tags=True), ADDED) == (ADDED, True)
-    assert follows(tokenizer, Tools(STRICT, tuple(STRICT), has_tags=True), "a") == ("", False)
-
-
-def test_one_call_alone_where_one_is_wanted(llm: LLM) -> None:
-    tools = Tools(STRICT, strict=tuple(STRICT), is_single=True)
-    assert follows(llm.tokenizer, tools, f"{ADDED} done") == (f"{ADDED} done", True)
-    found, _ = follows(llm.tokenizer, tools, f"{ADDED}\n{PAINTED}")
-    assert found.startswith(f"{ADDED}\n")
-    assert len(found) < len(f"{ADDED}\n<tool_call>")
+    assert ends is None or may_end == ends
 
 
 def test_strict_changes_no_text_without_a_call(server: Running) -> None:
@@ -364,13 +345,6 @@ def test_strict_that_cannot_be_held_is_named(server: Running, monkeypatch: pytes
     found = server.post("/v1/chat/completions", messages=MESSAGES, tools=STRICT, max_tokens=2)
     assert found.status_code == 200
     assert found.headers["x-foredraft-warning"] == "fields were ignored: tools.function.strict"
-
-
-def test_a_strict_schema_that_is_none_is_refused(server: Running) -> None:
-    tool = {"type": "function", "function": {"name": "a", "strict": True, "parameters": {"$ref": 1}}}
-    found = server.post("/v1/chat/completions", messages=MESSAGES, tools=[tool], max_tokens=2)
-    assert found.status_code == 400
-    assert "(strict)" in found.json()["error"]["message"]
 
 
 FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -416,6 +390,34 @@ def test_responses_call_what_chat_calls(server: Running, chat: Any, responses: A
     assert sum(event.type == "response.function_call_arguments.delta" for event in events) > 1
     assert [item.arguments for item in events[-1].response.output] == said
     assert events[-1].response.usage.output_tokens == found.usage.output_tokens
+
+
+@pytest.mark.full
+def test_the_openai_client_accumulates_streams(server: Running) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    with server.client.chat.completions.stream(
+        **asked, messages=MESSAGES, tools=TOOLS, tool_choice=NAMED, max_tokens=200
+    ) as stream:
+        kinds = {event.type for event in stream}
+        (choice,) = stream.get_final_completion().choices
+    assert "tool_calls.function.arguments.delta" in kinds
+    (call,) = choice.message.tool_calls or []
+    jsonschema.validate(json.loads(call.function.arguments), PARAMETERS["add"])
+    asked |= {"max_output_tokens": 200}
+    with server.client.responses.stream(
+        **asked, input=MESSAGES, tools=FLAT, tool_choice={"type": "function", "name": "add"}
+    ) as responses:
+        responses.until_done()
+        (item,) = responses.get_final_response().output
+    assert item.type == "function_call"
+    jsonschema.validate(json.loads(item.arguments), PARAMETERS["add"])
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    form: Any = {"type": "json_schema", "name": "it", "schema": schema | {"additionalProperties": False}}
+    with server.client.responses.stream(**asked, input="Say it", text={"format": form}) as responses:
+        responses.until_done()
+        found = responses.get_final_response()
+    assert found.status == "completed"
+    assert found.output_text.replace(" ", "") in ('{"a":"x"}', '{"a":"y"}')
 
 
 def test_a_response_with_tools_may_be_text(server: Running) -> None:
@@ -577,99 +579,39 @@ def test_a_real_model_calls_what_it_must() -> None:
 
 # -- calls that the model decides on --------------------------------------------------------------------------------
 
-FUNCTION: Any = [
-    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-]
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
-def test_tools_reach_the_template_and_calls_the_client(llm: LLM) -> None:
-    settings = ServerSettings(tool_call_parser="hermes")
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
-    history = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "3"},
-    ]
-    asking, form = read_chat(
-        {"messages": history, "tools": FUNCTION, "stream": True},
-        Served({"tiny": with_template(llm, TEMPLATE)}),
-        settings,
-    )
-    prompt = asking.prompts[0]["prompt"]
-    assert '"name": "add"' in prompt
-    assert "assistant: 41" in prompt
-    assert isinstance(form, ChatForm)
-    texts = tuple(ADDED[i : i + 5] for i in range(0, len(ADDED), 5))
-    delta = StreamOutput("0", 0, 0, ADDED, (), tuple(range(len(texts))), 0, "stop", None, texts)
-    chunks = [
-        ChatCompletionChunk.model_validate_json(told.removeprefix(b"data: "), strict=True)
-        for told in form.events([delta], dict)
-    ]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
-    (read,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
-    assert (read.function.name, read.index) == ("add", 0)
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
 
 def test_a_template_without_tools_is_refused_by_name(served: Served) -> None:
     with pytest.raises(ApiError, match="--chat-template"):
-        read_chat({"messages": MESSAGES, "tools": FUNCTION}, served, ServerSettings(tool_call_parser="hermes"))
+        read_chat({"messages": MESSAGES, "tools": TOOLS}, served, ServerSettings(tool_call_parser="hermes"))
 
 
 # -- functions, which the OpenAI API had before tools: tools of which one is called ------------------------------------
 
-DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
-PLUS = {
-    "name": "add",
-    "parameters": {"type": "object", "properties": {"a": DIGIT}, "required": ["a"], "additionalProperties": False},
-}
-MINUS = PLUS | {"name": "sub"}
-OF_NAME = {"name": "add"}
-BOTH = "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</tool_call>\n' for name in ("add", "sub"))
-
 
 def ask_functions(server: Running, **fields: Any) -> Any:
-    sent = {"messages": MESSAGES, "functions": [PLUS, MINUS], "max_tokens": 100, "temperature": 0}
+    sent = {"messages": MESSAGES, "functions": FUNCTIONS, "max_tokens": 200, "temperature": 0}
     return server.post("/v1/chat/completions", **sent | fields)
 
 
-def test_a_named_function_is_called_whole_and_streamed(server: Running) -> None:
-    found = ChatCompletion.model_validate_json(ask_functions(server, function_call=OF_NAME).content, strict=True)
-    message = found.choices[0].message
-    assert message.function_call is not None
-    assert (message.content, message.tool_calls, found.choices[0].finish_reason) == (None, None, "stop")
-    assert message.function_call.name == "add"
-    assert json.loads(message.function_call.arguments)["a"] in range(10)
-    body = {
-        "messages": MESSAGES,
-        "functions": [PLUS, MINUS],
-        "function_call": OF_NAME,
-        "max_tokens": 100,
-        "temperature": 0,
-    }
-    chunks = [
-        ChatCompletionChunk.model_validate(event, strict=True) for event in server.events("/v1/chat/completions", body)
-    ]
-    pieces = [chunk.choices[0].delta.function_call for chunk in chunks]
-    told = [piece for piece in pieces if piece is not None]
-    assert [piece.name for piece in told if piece.name] == ["add"]
-    assert "".join(piece.arguments or "" for piece in told) == message.function_call.arguments
-
-
-def test_a_function_means_what_a_tool_means(server: Running) -> None:
-    by_function = ask_functions(server, function_call=OF_NAME, n=2, seed=3, temperature=1).json()
-    tools = [{"type": "function", "function": function} for function in (PLUS, MINUS)]
-    named = {"type": "function", "function": OF_NAME}
-    by_tool = ask_functions(server, functions=None, tools=tools, tool_choice=named, n=2, seed=3, temperature=1).json()
-    assert by_function["usage"] == by_tool["usage"]
-    calls = [choice["message"]["tool_calls"][0]["function"] for choice in by_tool["choices"]]
-    assert [choice["message"]["function_call"] for choice in by_function["choices"]] == calls
+def test_a_named_function_is_called_as_the_tool_of_its_name(server: Running) -> None:
+    """Whole and streamed."""
+    sent = {"n": 2, "seed": 3, "temperature": 1}
+    named = ask(server, **sent, tools=TOOLS[:2], tool_choice=NAMED)
+    found = ask_functions(server, **sent, function_call=OF_NAME)
+    whole = ChatCompletion.model_validate_json(found.content, strict=True)
+    assert whole.usage == named.usage
+    body = {"messages": MESSAGES, "functions": FUNCTIONS, "function_call": OF_NAME, "max_tokens": 200, **sent}
+    events = server.events("/v1/chat/completions", body)
+    chunks = [ChatCompletionChunk.model_validate(event, strict=True).choices[0] for event in events]
+    for choice, by_tool in zip(whole.choices, named.choices, strict=True):
+        message, (call,) = choice.message, told(by_tool)["calls"]
+        assert (message.content, message.tool_calls, choice.finish_reason) == (None, None, "stop")
+        assert message.function_call is not None
+        assert message.function_call.model_dump() == call
+        pieces = [chunk.delta.function_call for chunk in chunks if chunk.index == choice.index]
+        given = [piece for piece in pieces if piece is not None]
+        assert [piece.name for piece in given if piece.name] == ["add"]
+        assert "".join(piece.arguments or "" for piece in given) == call["arguments"]
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])
@@ -680,47 +622,27 @@ def test_a_model_may_answer_without_a_call(server: Running, choice: Any) -> None
     assert found.json()["choices"][0]["message"]["content"]
 
 
-def test_the_first_call_alone_is_told(server: Running) -> None:
-    settings = ServerSettings(tool_call_parser="hermes")
-    _, form = read_chat(
-        {"messages": MESSAGES, "functions": [PLUS, MINUS], "stream": True}, server.server.application.served, settings
-    )
-    assert isinstance(form, ChatForm)
-    delta = StreamOutput("0", 0, 0, BOTH, (), (1, 2), 0, "stop", None, (BOTH[:40], BOTH[40:]))
-    chunks = [json.loads(told.removeprefix(b"data: "))["choices"][0] for told in form.events([delta], dict)]
-    told = [chunk["delta"]["function_call"] for chunk in chunks if "function_call" in chunk["delta"]]
-    assert told == [{"name": "add", "arguments": '{"a": 1}'}]
-    assert chunks[-1]["finish_reason"] == "function_call"
-
-
-def test_without_parallel_calls_the_first_tool_alone_is_told(server: Running) -> None:
-    """As in vLLM; a model may write more, and clients that wanted one got two."""
-    tools = [{"type": "function", "function": function} for function in (PLUS, MINUS)]
-    sent = {"messages": MESSAGES, "tools": tools, "stream": True}
-    for is_parallel, names in ((True, ["add", "sub"]), (False, ["add"])):
-        _, form = read_chat(
-            sent | {"parallel_tool_calls": is_parallel},
-            server.server.application.served,
-            ServerSettings(tool_call_parser="hermes"),
-        )
-        delta = StreamOutput("0", 0, 0, BOTH, (), (1,), 0, "stop", None, (BOTH,))
-        (chunk,) = [json.loads(told.removeprefix(b"data: "))["choices"][0] for told in form.events([delta], dict)]
-        assert [call["function"]["name"] for call in chunk["delta"]["tool_calls"]] == names
-
-
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "names"),
     [
-        ({"function_call": {"name": "mul"}}, "of one of the functions"),
-        ({"function_call": "required"}, "of one of the functions"),
-        ({"functions": None, "function_call": OF_NAME}, "there are no functions"),
-        ({"functions": [{"type": "function"}]}, "functions[0]"),
-        ({"functions": "add"}, "a list of"),
-        ({"tools": [{"type": "function", "function": PLUS}]}, "functions and tools"),
-        ({"tool_choice": "auto"}, "functions and tool_choice"),
+        ({"tools": TOOLS}, ["add", "paint"]),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, ["add"]),
+        ({"functions": FUNCTIONS}, ["add"]),
     ],
 )
-def test_what_is_no_function_is_refused_by_name(server: Running, fields: dict[str, Any], said: str) -> None:
-    found = ask_functions(server, **fields)
-    assert found.status_code == 400
-    assert said in found.json()["error"]["message"]
+def test_calls_beyond_the_one_that_is_wanted_are_left_out(
+    server: Running, fields: dict[str, Any], names: list[str]
+) -> None:
+    """As in vLLM; a model may write more, and clients that wanted one got two."""
+    both = {"structured_outputs": {"choice": [f"{ADDED}\n{PAINTED}"]}, "messages": MESSAGES, "max_tokens": 300}
+    (choice,) = server.post("/v1/chat/completions", **both, **fields).json()["choices"]
+    chunks = [event["choices"][0] for event in server.events("/v1/chat/completions", both | fields)]
+    is_tools = "tools" in fields
+    for reason in (choice["finish_reason"], chunks[-1]["finish_reason"]):
+        assert reason == ("tool_calls" if is_tools else "function_call")
+    said = [choice["message"], *(chunk["delta"] for chunk in chunks)]
+    for messages in (said[:1], said[1:]):
+        calls = [call["function"] for one in messages for call in one.get("tool_calls") or []]
+        calls += [one["function_call"] for one in messages if one.get("function_call")]
+        assert [call["name"] for call in calls if call.get("name")] == names
+        assert "".join(call["arguments"] for call in calls).startswith('{"a": 1, "b": 2}')

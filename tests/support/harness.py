@@ -156,9 +156,3 @@ def largest_difference(got: Sequence[Sequence[torch.Tensor]], want: Sequence[Seq
             difference = float((a - b).abs().max())
             worst = max(worst, difference if difference == difference else float("inf"))
     return worst
-
-
-def node_logit_error(name: str, attention: str, is_tree: bool, lm: CausalLM | None = None) -> float:
-    """How far adapter and cache are from the oracle over several rounds of ragged rows."""
-    session = Session.start(lm or adapter(name, attention), PREFIXES)
-    return largest_difference(session.run(rounds_of(is_tree)), oracle(name, attention, is_tree))

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
@@ -134,6 +135,13 @@ def called(
         errors.seek(0)
         written = out.read().decode(encoding.partition(":")[0]), errors.read().decode()
     return subprocess.CompletedProcess(arguments, code, *written)
+
+
+def printed(command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """What any program prints, which has to succeed."""
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def forked(*functions: Callable[[], Any]) -> list[Any]:

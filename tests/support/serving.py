@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +54,28 @@ class Running:
         headers = {"Authorization": f"Bearer {key}"}
         return TestClient(application.build("localhost"), "http://localhost", headers=headers)
 
+    @property
+    def num_rows(self) -> int:
+        served = self.server.application.served
+        assert served is not None
+        return sum(llm.num_unfinished for llm in served.llms)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that the bridge has not let go."""
+        return len(self.server.bridge._open)  # type: ignore[attr-defined]
+
+    def wait_for_rows(self, number: int, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while self.num_rows != number:
+            assert time.monotonic() < end, f"there are not {number} rows"
+            time.sleep(0.005)
+
+    def connected(self) -> socket.socket:
+        """A connection for bytes that no client sends."""
+        host, port = self.server.address.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=60)
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 
@@ -72,6 +96,11 @@ def with_template(llm: LLM, template: str = HERMES) -> LLM:
     other.tokenizer = copy.deepcopy(llm.tokenizer)
     other.tokenizer.chat_template = template
     return other
+
+
+def received(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    return b"".join(iter(lambda: client.recv(65536), b""))
 
 
 @contextmanager

@@ -141,19 +141,8 @@ def test_a_head_that_predicts_features_begins_by_repeating_the_last_one() -> Non
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 
-def test_distillation_of_three_tokens_by_hand() -> None:
-    """Logits (0, ln 2, 0): distribution (1/4, 1/2, 1/4). Against (1/2, 1/2, 0): ln 4 / 2 + ln 2 / 2 = 1.5 ln 2."""
-    states = torch.tensor([[0.0, math.log(2), 0.0]] * 2, dtype=torch.float64, requires_grad=True)
-    target_logits = torch.tensor([[0.0, 0.0, -1e9]], dtype=torch.float64)
-    rows, weights = torch.tensor([0, 0]), torch.tensor([1.0, 0.0])
-    (part,) = distilled(states, torch.eye(3, dtype=torch.float64), target_logits, rows, weights, [2])
-    assert part.loss.item() == pytest.approx(1.5 * math.log(2))
-    part.loss.backward()
-    torch.testing.assert_close(states.grad[0], torch.tensor([-0.25, 0.0, 0.25], dtype=torch.float64))
-    assert not states.grad[1].any()
-
-
-def test_gradients_of_the_fused_output_are_those_of_autograd() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_gradients_of_the_fused_output_are_those_of_autograd(share: float) -> None:
     torch.manual_seed(0)
     states, weight = torch.randn(7, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
     target_logits, rows = torch.randn(4, 9, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 1, 2, 3])
@@ -162,11 +151,13 @@ def test_gradients_of_the_fused_output_are_those_of_autograd() -> None:
     for fused in (True, False):
         own = [tensor.clone().requires_grad_() for tensor in (states, weight)]
         if fused:
-            parts = distilled(*own, target_logits, rows, counted, [4, 3])
+            parts = distilled(*own, target_logits, rows, counted, [4, 3], share)
             loss = parts[0].loss + 0.5 * parts[1].loss
         else:
             factors = counted * torch.tensor([1.0] * 4 + [0.5] * 3)
-            loss = (-(target_logits[rows].softmax(-1) * (own[0] @ own[1].T).log_softmax(-1)).sum(-1) * factors).sum()
+            logits, wanted = own[0] @ own[1].T, target_logits[rows].softmax(-1)
+            kl = -(wanted * logits.log_softmax(-1)).sum(-1)
+            loss = (((1 - share) * kl + share * (logits.softmax(-1) - wanted).abs().sum(-1) / 2) * factors).sum()
         loss.backward()
         found.append([loss.detach(), own[0].grad, own[1].grad])
     torch.testing.assert_close(found[0], found[1])

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from foredraft import LLM, SamplingParams, zoo
@@ -166,29 +168,34 @@ def test_what_cannot_be_trained_is_refused(more: list[str], message: str, tmp_pa
     assert "loading" not in done.output  # nothing is loaded before
 
 
-def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
+def biased_output() -> PreTrainedModel:
     model = toy_model(64)
     model.lm_head = torch.nn.Linear(32, 64, bias=True, dtype=model.dtype)
-    (tmp_path / "p.txt").write_text("a\nb\nc")
-    with pytest.raises(UnsupportedModelError, match="output layer"):
-        Training(LLM(model, tokenizer="zoo:tiny"), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
+    return model
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_a_target_whose_output_layer_is_narrower_than_its_layers_is_refused(method: str, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("a\nb\nc")
-    llm = LLM(narrow_opt(), tokenizer="zoo:tiny")
-    with pytest.raises(UnsupportedModelError, match="have width 32, and its output layer has input width 16"):
-        Training(llm, Plan(method=method, out=tmp_path, prompts=tmp_path))
-
-
-@pytest.mark.parametrize("method", ["medusa", "draft_model"])
-def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path) -> None:
+def capped_logits() -> PreTrainedModel:
     model = toy_model(64)
     model.config.final_logit_softcapping = 30.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "message"),
+    [
+        (biased_output, "medusa", "output layer"),
+        (narrow_opt, "medusa", "have width 32, and its output layer has input width 16"),
+        (narrow_opt, "eagle3", "have width 32, and its output layer has input width 16"),
+        (capped_logits, "medusa", "final_logit_softcapping"),
+        (capped_logits, "draft_model", "final_logit_softcapping"),
+    ],
+)
+def test_a_target_that_no_head_can_be_trained_for_is_refused(
+    make: Callable[[], PreTrainedModel], method: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc")
-    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping"):
-        Training(LLM(model, tokenizer="zoo:tiny"), Plan(method=method, out=tmp_path, prompts=tmp_path))
+    with pytest.raises(UnsupportedModelError, match=message):
+        Training(LLM(make(), tokenizer="zoo:tiny"), Plan(method=method, out=tmp_path, prompts=tmp_path))
 
 
 @pytest.mark.parametrize(

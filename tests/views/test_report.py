@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from foredraft import LLM, SamplingParams
 from foredraft.cli import app
 from foredraft.views.report import read, report
 
@@ -54,6 +55,24 @@ def test_a_trace_holds_every_token_of_every_text(traced: Path) -> None:
             assert len(step["sources"]) == len(step["token_ids"]) == len(step["texts"])
             assert step["num_accepted"] == step["accepted"] <= step["drafted"] <= step["num_drafted"]
             position += len(step["token_ids"])
+
+
+def test_a_trace_has_what_the_policy_of_lengths_has_seen(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    egag = '{"method": "draft_model", "length_policy": "egag"}'
+    arguments = ["generate", "A lion and a", "--model", "zoo:tiny", "--speculative-config", egag, "--seed", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--max-new-tokens", "12", "--json", "--trace", str(file)])
+    record, traced = json.loads(result.stdout), json.loads(file.read_text())
+    assert len(traced["steps"]) == record["metrics"]["speculative_decoding"]["num_steps"]
+    assert {"sample", "position", "entropy", "gamma", "drafted", "accepted"} < set(traced["steps"][0])
+    assert traced["text"] == record["text"]
+
+
+def test_results_carry_traces_sample_by_sample() -> None:
+    llm = LLM("zoo:tiny", {"method": "ngram"}, dtype="float32")
+    output = llm.generate("A lion and a", SamplingParams(n=2, max_tokens=6, seed=1), use_tqdm=False)[0]
+    assert {step.sample for step in output.metrics.trace} == {0, 1}
+    assert len(output.metrics.trace) == output.metrics.speculative_decoding["num_steps"]
 
 
 def test_every_kind_of_result_has_its_headline(traced: Path) -> None:

@@ -185,8 +185,6 @@ def show(report: dict[str, Any]) -> None:
         bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
         name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]
         facts.add_row("weights", f"{name}, {bits:.2f} bits per weight; a step reads {size:.1f} MB")
-    if model["packed_copy"] is not None:
-        facts.add_row("packed copy", f"{model['packed_copy']} ({model['packed_copy_bytes'] / 1e6:.1f} MB)")
     facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
     facts.add_row("tested", f"drafts as {report['probe']} are verified exactly")
     facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB peak")
@@ -280,7 +278,6 @@ def machine_report() -> dict[str, Any]:
     from foredraft.bench.provenance import provenance
     from foredraft.config.engine import Guarantee
     from foredraft.folders import CACHE_VARIABLE, cache_folder
-    from foredraft.loading.packed_copy import kept_files
     from foredraft.machine import available_memory_bytes, cpu_name, cpu_quota, num_cpus
     from foredraft.native.build import cpp_compiler, instruction_set, why_not_precompiled
     from foredraft.native.library import library
@@ -335,7 +332,6 @@ def machine_report() -> dict[str, Any]:
         "cache": {
             "folder": str(folder),
             "bytes": {one.name: _size(one) for one in sorted(folder.glob("*")) if one.is_dir()},
-            "packed_copies": [asdict(one) for one in kept_files()],
             "free_bytes": shutil.disk_usage(_existing(folder)).free,
         },
         "missing": missing,
@@ -367,10 +363,6 @@ def show_machine(report: dict[str, Any]) -> None:
     sizes = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in cache["bytes"].items()) or "empty"
     facts.add_row("cache", f"{cache['folder']}: {sizes}; {cache['free_bytes'] / 1e9:.1f} GB free")
     console.print(facts)
-    for copy in cache["packed_copies"]:
-        description = f"{copy['file']} ({copy['num_bytes'] / 1e6:.1f} MB, {copy['settings'] or 'settings unknown'})"
-        unused = f"; delete it: {copy['why_unused']}" if copy["why_unused"] else ""
-        console.print(escape(f"packed copy {description}{unused}"), soft_wrap=True)
     if not report["missing"]:
         console.print("nothing is missing")
         return

@@ -178,10 +178,11 @@ class TargetOptions:
     weights: Annotated[
         str | None,
         typer.Option(
-            metavar="stored",
+            metavar="stored|dequantized",
             hidden=True,
             rich_help_panel=LOADING,
-            help="stored: compute with the quantised weights of a GGUF file as they are in the file.",
+            help="stored: compute with the quantised weights of a GGUF file as they are in the file, the default on"
+            " CPUs with kernels. dequantized: convert them to the dtype.",
         ),
     ] = None
     kv_cache_dtype: Annotated[
@@ -212,15 +213,6 @@ class LoadingOptions(TargetOptions):
             help="Where the model runs. auto: the GPU if there is one.",
         ),
     ] = "auto"
-    cache_packed: Annotated[
-        bool,
-        typer.Option(
-            "--cache-packed",
-            hidden=True,
-            rich_help_panel=LOADING,
-            help="Keep packed weights in the cache folder, so that the next start is faster.",
-        ),
-    ] = False
     generation_config: Annotated[
         str,
         typer.Option(
@@ -241,9 +233,7 @@ class LoadingOptions(TargetOptions):
     ] = None
 
 
-Loading = Annotated[
-    LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "cache_packed"
-]
+Loading = Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype"]
 """Options of verbs that load a model and set the other options themselves."""
 
 

@@ -142,10 +142,12 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
 
 
 def _loaded(name: str, llm: LLM) -> Any:
-    """The same weights, loaded by transformers."""
+    """The same weights, as transformers computes with them."""
     from foredraft.loading.models import load_model
+    from foredraft.model.execution.rounding import DEQUANTIZED
 
-    return load_model(name, dtype=llm.target.dtype, device=llm.target.device, with_tokenizer=False).model
+    target = llm.target
+    return load_model(name, dtype=target.dtype, device=target.device, weights=DEQUANTIZED, with_tokenizer=False).model
 
 
 def _show(verdict: Verdict) -> None:

@@ -1,10 +1,10 @@
-"""Models in GGUF files: reading, dequantising and loading with `transformers`, the same on every version of it."""
+"""Models in GGUF files, as models of `transformers`."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-NEEDED = ("gguf", "accelerate")
+NEEDED = ("gguf",)
 """Packages that reading weights needs, in addition to foredraft's own dependencies."""
 
 

@@ -1,17 +1,21 @@
-"""The header of a GGUF file: metadata and descriptions of tensors. Reading it requires no package.
+"""The header of a GGUF file: metadata and descriptions of tensors. Reading it requires no package but torch.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md), versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import torch
 
 from foredraft.errors import CheckpointError
 
@@ -20,6 +24,10 @@ VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+INPUT = "token_embd.weight"
+"""Name of the input embedding."""
+PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Dtypes of tensors without quantised blocks, by type number."""
 _MOST_BYTES = 2**27
 """Most bytes of a header. Vocabularies take about 10 MB, and their Python lists several times the bytes of the file."""
 
@@ -56,6 +64,8 @@ class Header:
       data_start: byte at which the tensor data begins.
       num_bytes: size of the whole file.
       alignment: alignment of tensors, in bytes.
+      entries: byte ranges of the metadata entries in the file, by key.
+      tensors_at: byte range of the descriptions of tensors.
     """
 
     path: Path
@@ -64,6 +74,8 @@ class Header:
     data_start: int
     num_bytes: int
     alignment: int
+    entries: Mapping[str, tuple[int, int]]
+    tensors_at: tuple[int, int]
 
     @property
     def architecture(self) -> str:
@@ -101,7 +113,9 @@ def read_header(file: Path | str) -> Header:
     path = Path(file)
     try:
         with path.open("rb") as stream:
-            header = _Reader(stream, path).header()
+            size = os.fstat(stream.fileno()).st_size
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else nullcontext(b"") as data:
+                header = _Reader(data, path).header()
         _check_kind(header)
     except CheckpointError:
         raise
@@ -113,19 +127,20 @@ def read_header(file: Path | str) -> Header:
 
 
 class _Reader:
-    """Reader of values from a stream, in the order of the specification."""
+    """Reader of values from the bytes of a file, in the order of the specification."""
 
-    def __init__(self, stream: BinaryIO, path: Path) -> None:
-        self.stream, self.path = stream, path
-        self.num_bytes = os.fstat(stream.fileno()).st_size
+    def __init__(self, data: mmap.mmap | bytes, path: Path) -> None:
+        self.data, self.path, self.place = data, path, 0
+        self.num_bytes = len(data)
 
     def header(self) -> Header:
-        magic = self.stream.read(4)
+        magic = bytes(self.data[:4])
         if magic != MAGIC:
             raise CheckpointError(
                 f"{self.path} is not a GGUF file: it begins with {magic!r} instead of {MAGIC!r}; download it again, or "
                 "give the directory of a model saved with save_pretrained"
             )
+        self.place = len(MAGIC)
         version = self.take("I")
         if version not in VERSIONS:
             kind = "is big-endian" if version >> 24 in VERSIONS else f"is of GGUF version {version}"
@@ -134,16 +149,20 @@ class _Reader:
                 "with a current llama.cpp"
             )
         num_tensors, num_entries = self.take("Q"), self.take("Q")
-        metadata = {}
+        metadata, entries = {}, {}
         for _ in range(num_entries):
+            first = self.place
             key = self.string()
             metadata[key] = self.value(self.take("I"))
+            entries[key] = first, self.place
+        first = self.place
         tensors = tuple(self.tensor() for _ in range(num_tensors))
         alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT)) or _DEFAULT_ALIGNMENT
         if alignment < 0:  # tensors would begin within the header
             raise ValueError(f"general.alignment is {alignment}")
-        data_start = aligned(self.stream.tell(), alignment)
-        return Header(self.path, metadata, tensors, data_start, self.num_bytes, alignment)
+        data_start = aligned(self.place, alignment)
+        at = first, self.place
+        return Header(self.path, metadata, tensors, data_start, self.num_bytes, alignment, entries, at)
 
     def tensor(self) -> TensorInfo:
         name, num_dimensions = self.string(), self.take("I")
@@ -157,6 +176,8 @@ class _Reader:
             element, count = self.take("I"), self.take("Q")
             if element in _SCALARS:
                 return list(self.many(_SCALARS[element], count))
+            if element == _STRING:
+                return self.strings(count)
             return [self.value(element) for _ in range(count)]
         if kind not in _SCALARS:
             raise CheckpointError(
@@ -167,6 +188,21 @@ class _Reader:
     def string(self) -> str:
         return self.read(self.take("Q")).decode("utf-8", errors="replace")
 
+    def strings(self, count: int) -> list[str]:
+        """Read many strings at once, since vocabularies have hundreds of thousands."""
+        found, data, place = list[str](), self.data, self.place
+        last, length_at = min(self.num_bytes, _MOST_BYTES), struct.Struct("<Q").unpack_from
+        while len(found) < count and place + 8 <= last:
+            end = place + 8 + length_at(data, place)[0]
+            if end > last:
+                break
+            found.append(data[place + 8 : end].decode("utf-8", errors="replace"))
+            place = end
+        self.place = place
+        if len(found) < count:  # reading the next one raises the error
+            self.string()
+        return found
+
     def take(self, code: str) -> Any:
         return self.many(code, 1)[0]
 
@@ -174,18 +210,18 @@ class _Reader:
         return struct.unpack(f"<{count}{code}", self.read(count * struct.calcsize(f"<{code}")))
 
     def read(self, num_bytes: int) -> bytes:
-        position = self.stream.tell()
-        if num_bytes > self.num_bytes - position:
+        if num_bytes > self.num_bytes - self.place:
             raise CheckpointError(
                 f"{self.path} ends after {self.num_bytes} bytes, within its header: it is truncated or damaged. "
                 "Download or copy it again"
             )
-        if num_bytes > _MOST_BYTES - position:
+        if num_bytes > _MOST_BYTES - self.place:
             raise CheckpointError(
                 f"{self.path} states a header of more than {_MOST_BYTES >> 20} MiB: a length in it is damaged. "
                 "Download or copy it again"
             )
-        return self.stream.read(num_bytes)
+        self.place += num_bytes
+        return self.data[self.place - num_bytes : self.place]
 
 
 def _check_kind(header: Header) -> None:

@@ -1,33 +1,39 @@
-"""Loading of a GGUF file as a model of `transformers` with dequantised weights.
+"""Loading of a GGUF file as a model of `transformers`.
 
-`transformers` reads the weights. It silently ignores some contents of a file: scaled rotary positions, and tensors that
-its model class does not have. This module adds them or refuses the file with the reason.
+The configuration, the names of weights and the order of their rows are those of transformers' own reader. That reader
+silently ignores some contents of a file: scaled rotary positions, and tensors that its model class does not have. This
+module adds them or refuses the file with the reason.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import struct
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.extras import install_command
 from foredraft.gguf import missing_packages
-from foredraft.gguf.header import Header, TensorInfo, aligned
+from foredraft.gguf.header import INPUT, PLAIN, Header, TensorInfo, aligned
 from foredraft.gguf.metadata import check_metadata
+from foredraft.gguf.weights import read_weights, type_name
+from foredraft.model.building import build, without_weights
+from foredraft.model.execution.rounding import take_codes
 
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # type ids of tensors without quantised blocks
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -35,20 +41,8 @@ def stored_dtype(header: Header) -> torch.dtype:
     """Return the dtype of most weights. Quantised weights count as bfloat16."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in header.tensors:
-        sizes[_PLAIN.get(tensor.type_id, torch.bfloat16)] += tensor.num_elements
+        sizes[PLAIN.get(tensor.type_id, torch.bfloat16)] += tensor.num_elements
     return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
-
-
-def type_name(tensor: TensorInfo) -> str:
-    """Return llama.cpp's name of a tensor's type. The tensor must have passed `check_readable`."""
-    import gguf
-
-    return gguf.GGMLQuantizationType(tensor.type_id).name
-
-
-def is_quantised(tensor: TensorInfo) -> bool:
-    """Whether the weights of a tensor are stored in quantised blocks."""
-    return tensor.type_id not in _PLAIN
 
 
 def check_readable(header: Header) -> None:
@@ -81,71 +75,85 @@ def check_readable(header: Header) -> None:
         )
 
 
+_VOCABULARY = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
+
+
 def config_of(header: Header) -> Any:
-    """Load the configuration of the model. This takes seconds, because the vocabulary is read as well.
+    """Load the configuration of the model with the code of `transformers`.
+
+    That code reads a copy of the header without the vocabulary, since it takes half a minute for a large one.
 
     Raises: CheckpointError, UnsupportedModelError, and exceptions of `transformers` for a file that it cannot read.
     """
-    config = AutoConfig.from_pretrained(header.path.parent, **_where(header))
+    with tempfile.TemporaryDirectory(prefix="foredraft-") as folder:
+        _write_header(header, Path(folder, header.path.name), without=_VOCABULARY)
+        with no_warnings():  # a vocabulary that is missing
+            config = AutoConfig.from_pretrained(folder, gguf_file=header.path.name, local_files_only=True)
+    rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == INPUT and tensor.shape), None)
+    if header.of_architecture("vocab_size") is None and rows is not None:
+        config.vocab_size = rows
     _check_base(config, header)
     _scale_positions(config, header)
     return config
 
 
-def _where(header: Header) -> dict[str, Any]:
-    return {"gguf_file": header.path.name, "local_files_only": True}
+def _write_header(header: Header, file: Path, *, without: Collection[str]) -> None:
+    """Write a GGUF file with the metadata and tensors of another, except for some entries and all contents."""
+    kept = [place for key, place in header.entries.items() if key not in without]
+    with header.path.open("rb") as stream, file.open("wb") as made:
+        made.write(stream.read(8) + struct.pack("<QQ", len(header.tensors), len(kept)))
+        for first, last in (*kept, header.tensors_at):
+            stream.seek(first)
+            made.write(stream.read(last - first))
+        start = aligned(made.tell(), header.alignment)
+        made.truncate(start + header.num_bytes - header.data_start)  # takes no space on the disk
 
 
-def load(header: Header, dtype: torch.dtype, config: Any = None) -> Any:
-    """Load the model in this dtype and in evaluation mode. Call `check_readable` first.
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Hide warnings of `transformers` inside the block."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@torch.no_grad()
+def load(header: Header, dtype: torch.dtype, config: Any = None, *, as_stored: bool = False) -> tuple[Any, str | None]:
+    """Load the model, in evaluation mode. Call `check_readable` first.
 
     Args:
       header: header of the file.
       dtype: dtype of the weights.
       config: result of `config_of`, if it was called before.
+      as_stored: make linear layers multiply by the quantised blocks of the file, on this CPU, instead of dequantising
+        them.
 
-    Raises: CheckpointError, UnsupportedModelError, and exceptions of `transformers` for a file that it cannot read.
+    Returns: the model; and a readable list of the types that stay quantised and of those that are dequantised, None if
+      all are.
+    Raises: CheckpointError, UnsupportedModelError, and exceptions of `transformers` for a file that it cannot read;
+      ConfigError if no matrix in the file has a type with a kernel.
     """
-    config, where = config_of(header) if config is None else config, _where(header)
-    _check_sizes(config, header)
-    with _obedient_progress_bar():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            header.path.parent, config=config, dtype=dtype, output_loading_info=True, **where, **_unpacked()
-        )
-    _check_complete(model, sorted(report["missing_keys"]), header)
-    ends = end_token_ids(header)
-    if ends:
+    config = config_of(header) if config is None else config
+    structure = without_weights(config)
+    _check_sizes(structure, header)
+    weights = read_weights(header, structure, dtype, as_stored=as_stored)
+    model, missing, _ = build(type(structure), config, weights.state, dtype)
+    _check_complete(model, missing, header)
+    model.config.name_or_path = model.name_or_path = str(header.path.parent)
+    if ends := end_token_ids(header):
         model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
-    return model.eval()
+    if as_stored:
+        take_codes(model, weights.codes_by_layer(model), dtype=dtype)
+    return model, weights.types if as_stored else None
 
 
 def end_token_ids(header: Header) -> list[int]:
     """Return every token that ends a text, a turn or a message."""
     keys = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
     return list(dict.fromkeys(int(header.metadata[key]) for key in keys if key in header.metadata))
-
-
-@contextmanager
-def _obedient_progress_bar() -> Iterator[None]:
-    """Make the progress bar of transformers' GGUF reader follow transformers' own setting for progress bars."""
-    try:
-        from transformers import modeling_gguf_pytorch_utils as reader
-    except ImportError:  # a version with another GGUF reader
-        yield
-        return
-    theirs = reader.tqdm
-    reader.tqdm = logging.tqdm
-    try:
-        yield
-    finally:
-        reader.tqdm = theirs
-
-
-def _unpacked() -> dict[str, Any]:
-    """Return arguments that make `transformers` dequantise. New versions may keep the blocks; old ones cannot."""
-    if not hasattr(transformers, "GgufConfig"):
-        return {}
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _not_dequantised(header: Header) -> dict[str, list[str]]:
@@ -293,11 +301,9 @@ def _rope_factors(header: Header) -> list[float] | None:
     return [float(value) for value in torch.frombuffer(data, dtype=torch.float32)]
 
 
-def _check_sizes(config: Any, header: Header) -> None:
+def _check_sizes(structure: Any, header: Header) -> None:
     """Raise CheckpointError if the model has more weights than the file, before memory for all is allocated."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    wanted = sum(weight.numel() for weight in model.parameters())
+    wanted = sum(weight.numel() for weight in structure.parameters())
     held = sum(tensor.num_elements for tensor in header.tensors)
     if wanted > held:
         raise CheckpointError(
@@ -306,7 +312,7 @@ def _check_sizes(config: Any, header: Header) -> None:
         )
 
 
-def _check_complete(model: Any, missing: list[str], header: Header) -> None:
+def _check_complete(model: Any, missing: Sequence[str], header: Header) -> None:
     """Check that every weight of the model is from the file, and that the model has every tensor of the file."""
     if missing:
         raise CheckpointError(

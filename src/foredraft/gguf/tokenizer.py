@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import (
@@ -30,7 +31,8 @@ from foredraft.gguf.metadata import check_merges, check_tokenizer
 
 logger = logging.getLogger("foredraft")
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+_MERGED = (0, _NORMAL)  # types that merges lead to; 0 is unknown
 _SPACE = "\u2581"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -73,7 +75,7 @@ def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
     tokens = entries.get("ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{header.path} names a tokenizer ({kind}) but contains no tokens; download it again")
-    if kind not in ("gpt2", "llama") or header.architecture.startswith("gemma"):
+    if kind not in ("gpt2", "llama"):
         raise UnsupportedModelError(
             f"{header.path} has a tokenizer of the kind {kind!r} for {header.architecture!r}, which foredraft cannot "
             "read from GGUF; give the tokenizer of the original model: tokenizer=DIRECTORY or a hub id"
@@ -120,13 +122,14 @@ def _byte_level(tokens: Sequence[str], entries: Mapping[str, Any], header: Heade
 
 
 def _sentencepiece(tokens: Sequence[str], entries: Mapping[str, Any], header: Header) -> Tokenizer:
-    """Build a character-level BPE tokenizer with byte fallback, as of Llama 2, Mistral and their descendants."""
+    """Build a character-level BPE tokenizer with byte fallback, as of Llama 2, Mistral, Gemma and their descendants."""
     scores = entries.get("ggml.scores")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if "ggml.merges" in entries:
         merges = _merges(entries, header)
     elif isinstance(scores, list) and len(scores) == len(tokens):
-        merges = merges_by_score(vocab, scores)
+        types = entries.get("ggml.token_type") or [_NORMAL] * len(tokens)
+        merges = merges_by_score({token: vocab[token] for token in vocab if types[vocab[token]] in _MERGED}, scores)
     else:
         raise CheckpointError(f"{header.path} contains neither merges nor a score per token; convert the model again")
     unknown = _token(tokens, entries.get("ggml.unknown_token_id"))
@@ -150,12 +153,12 @@ def merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[t
     """
     found = []
     for token, token_id in vocab.items():
-        pairs = [(token[:place], token[place:]) for place in range(1, len(token))]
-        known = sorted(
-            (vocab[left], vocab[right], left, right) for left, right in pairs if {left, right} <= vocab.keys()
-        )
-        found += [(-scores[token_id], -len(left), -len(right), left, right) for _, _, left, right in known]
-    found.sort(key=lambda merge: merge[:3])
+        rank, length = -scores[token_id], len(token)
+        for place in range(1, length):
+            left = token[:place]
+            if left in vocab and (right := token[place:]) in vocab:
+                found.append((rank, -place, place - length, left, right))
+    found.sort(key=itemgetter(0, 1, 2))
     return [(left, right) for *_, left, right in found]
 
 
@@ -196,12 +199,22 @@ def _wrap(backend: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any])
             single=single, pair=[*single, *second], special_tokens=known
         )
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_Kept(backend),
         chat_template=entries.get("chat_template"),
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in special.items() if token is not None},
     )
     return tokenizer
+
+
+class _Kept:
+    """A backend that is not copied. transformers copies the one given, which takes seconds for a large vocabulary."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend = backend
+
+    def __deepcopy__(self, memo: object) -> Tokenizer:
+        return self.backend
 
 
 def _is_llama3(entries: Mapping[str, Any]) -> bool:

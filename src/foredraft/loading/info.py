@@ -18,7 +18,6 @@ from foredraft.config.keywords import whole_number
 from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.errors import ConfigError, error_text
-from foredraft.loading.packed_copy import PackedCopy
 from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
 
@@ -40,8 +39,6 @@ class Loaded:
       stored_dtype: dtype of the checkpoint, if it is known and the library loaded it.
       quantization: rounding of the linear layers, or "stored".
       types: quantisation types of stored weights, and those that had to be dequantised.
-      packed_copy: place for a cached copy of its packed weights, if the user asked for one.
-      is_from_copy: whether the packed weights were read from that copy.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -53,8 +50,6 @@ class Loaded:
     stored_dtype: torch.dtype | None = None
     quantization: str | None = None
     types: str | None = None
-    packed_copy: PackedCopy | None = None
-    is_from_copy: bool = False
 
     @classmethod
     def of(
@@ -85,7 +80,6 @@ class ModelInfo:
       kv_cache_dtype: dtype of keys and values.
       supports_trees: whether the model can verify trees, as tested when it was loaded. A model that cannot verify
         chains is refused.
-      packed_copy, packed_copy_bytes: file with a copy of the packed weights and its size, if there is one.
     """
 
     name: str
@@ -103,14 +97,10 @@ class ModelInfo:
     supports_trees: bool
     vocab_size: int
     context_length: int | None
-    packed_copy: str | None = None
-    packed_copy_bytes: int = 0
 
 
 def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
     """Describe a model and its adapter."""
-    copy = loaded.packed_copy
-    num_bytes = 0 if copy is None else copy.num_bytes
     return ModelInfo(
         name=loaded.name,
         architecture=type(loaded.model).__name__,
@@ -127,8 +117,6 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
         supports_trees=lm.supports_trees,
         vocab_size=lm.vocab_size,
         context_length=lm.max_context,
-        packed_copy=str(copy.file) if copy is not None and num_bytes else None,
-        packed_copy_bytes=num_bytes,
     )
 
 

@@ -5,39 +5,49 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from foredraft import zoo
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.gguf import model as gguf_model
+from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import Header, read_header
-from foredraft.gguf.stored import multiply_as_stored
 from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.checkpoint_errors import as_checkpoint_error, check_shards
 from foredraft.loading.info import Loaded, model_name
 from foredraft.loading.layouts import LAYOUTS, method_of, settings_of
-from foredraft.loading.packed_copy import PackedCopy
 from foredraft.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foredraft.loading.stored import load_codes
+from foredraft.machine import collector_paused
+from foredraft.model.building import without_weights
 from foredraft.model.dtypes import choose_dtype, stored_dtype
-from foredraft.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
+from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights, quantize_weights
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_unwrapped
+from foredraft.native.library import KINDS, library
 from foredraft.native.threads import keep_to_quota
 from foredraft.progress import no_progress_bars
 
 _SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@collector_paused()
 def load_model(
     model: str | os.PathLike[str] | PreTrainedModel,
     *,
@@ -51,7 +61,6 @@ def load_model(
     weights: str | None = None,
     widest_dtype: torch.dtype | None = None,
     with_tokenizer: bool = True,
-    cache_packed: bool = False,
 ) -> Loaded:
     """Load a model by name, or prepare one that is loaded already.
 
@@ -65,11 +74,10 @@ def load_model(
       gguf_file: name of a GGUF file in the directory or at the hub id, which is read instead of other weights.
       quantization: "int8" or "int4": round linear layers to 8 or 4 bits. The adapter rounds a model that is loaded
         already.
-      weights: "stored": multiply by the quantised weights of a GGUF file in their own format.
+      weights: "stored": multiply by the quantised weights of a GGUF file in their own format. "dequantized": convert
+        them to the dtype. None: as stored if the file is quantised and this is a CPU with kernels.
       widest_dtype: dtype that "auto" uses instead of any wider one.
       with_tokenizer: load the tokenizer of the model as well.
-      cache_packed: read packed weights from the cache if there is a copy, and otherwise let `adapter_of` store one.
-        Requires a CPU.
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
@@ -78,11 +86,14 @@ def load_model(
     check_weights(weights, quantization)
     if isinstance(model, torch.nn.Module):
         model = check_unwrapped(model)
-        _check_kept(model, dtype, device, gguf_file, weights, cache_packed)
+        _check_kept(model, dtype, device, gguf_file, weights)
         return Loaded.of(model, model_name(model), False, quantization=quantization)
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     place = choose_device(device)
     front = _header(source) if source.is_gguf else _config(source)
+    if weights is None and quantization is None and isinstance(front, Header):
+        weights = STORED if _can_run_stored(front, dtype, place) else None
+    weights = None if weights == DEQUANTIZED else weights
     is_whole = method_of(front) in LAYOUTS and _reads_codes(source, front, weights, quantization)
     blocks = None if weights is None or is_whole else _blocks(source, front)
     if isinstance(front, Header):
@@ -94,27 +105,25 @@ def load_model(
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
     config_of = cache(partial(_config_of, source, front))
     chosen = choose_dtype(dtype, place, stored, widest_dtype, partial(_without_weights, source, config_of))
-    tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
-    copy = PackedCopy.of(source, blocks, place, chosen, quantization, weights) if cache_packed else None
-    if copy is not None and (kept := copy.read()) is not None:
-        found = Loaded.of(kept[0], source.name, True, tokenizer, stored)
-        return replace(found, **kept[1], packed_copy=copy, is_from_copy=True)
+    tokenizer = load_tokenizer_of(source, part, front) if with_tokenizer else None
     types = None
     if is_whole:
         with as_checkpoint_error(source, "weights"):
             loaded, types = load_codes(source.location, source.revision, front, chosen)
     elif isinstance(front, Header):
-        loaded = _load_gguf(source, front, chosen, config_of())
-    elif blocks is None or chosen == stored:
+        with as_checkpoint_error(source, "model"):
+            loaded, types = gguf_model.load(front, chosen, config_of(), as_stored=blocks is not None)
+    elif blocks is not None:
+        with as_checkpoint_error(source, "model"):
+            loaded, types = gguf_model.load(blocks, chosen, as_stored=True)
+        with suppress(OSError):  # the one of the converted model says more
+            loaded.generation_config = GenerationConfig.from_pretrained(source.location)
+    else:
         # Weights that will be rounded are read in the checkpoint's dtype, since a copy in another dtype is not needed.
         as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
         loaded = _load_weights(source, front, as_stored)
-    else:  # weights of the zoo that were converted equal the GGUF blocks only in the dtype of the conversion
-        loaded = _load_gguf(source, blocks, chosen)
     loaded = loaded.to(place).eval()
-    found = replace(Loaded.of(loaded, source.name, True, tokenizer, stored, quantization), packed_copy=copy)
-    if blocks is not None:
-        types = multiply_as_stored(found.model, blocks, chosen)
+    found = Loaded.of(loaded, source.name, True, tokenizer, stored, quantization)
     if types is not None:
         return replace(found, quantization=STORED, types=types)
     if quantization is not None:
@@ -123,19 +132,14 @@ def load_model(
 
 
 def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
-    """Return the adapter of a loaded model, and store its packed weights if `load_model` got ``cache_packed``."""
-    lm = CausalLM(
+    """Return the adapter of a loaded model."""
+    return CausalLM(
         loaded.model,
         execution=execution,
         release_originals=loaded.is_owned,
         quantization=loaded.quantization,
         kv_cache_dtype=kv_cache_dtype,
     )
-    copy = loaded.packed_copy
-    if copy is not None and not loaded.is_from_copy:
-        names = ("num_parameters", "weight_bytes", "quantization", "types")
-        copy.keep(lm, loaded.model, {name: getattr(loaded, name) for name in names})
-    return lm
 
 
 def is_zoo(model: object) -> bool:
@@ -156,10 +160,16 @@ def load_tokenizer(tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase) 
     return tokenizer
 
 
-def load_tokenizer_of(source: Source, part: str = "target") -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model; None if its directory contains none."""
+def load_tokenizer_of(source: Source, part: str = "target", header: Any = None) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a model; None if its directory contains none.
+
+    Args:
+      source: location of the model.
+      part: "tokenizer" for a tokenizer that was given by itself.
+      header: header of its GGUF file, if it was read before.
+    """
     if source.is_gguf:
-        return read_tokenizer(_header(source))
+        return read_tokenizer(header if isinstance(header, Header) else _header(source))
     if source.name.startswith(ZOO):
         source = Source(str(zoo.path(source.name.split(" ")[0], "tokenizer")), source.name)
     if source.is_local and not has_tokenizer(source.location):
@@ -194,11 +204,8 @@ def _check_kept(
     device: str | torch.device | None,
     gguf_file: str | None,
     weights: str | None,
-    cache_packed: bool,
 ) -> None:
     """Refuse options that would convert or move a loaded model, which belongs to the caller."""
-    if cache_packed:
-        raise ConfigError("cache_packed requires a model given by name, but the model is loaded already; leave it out")
     if weights is not None:
         raise ConfigError(f"weights is {weights!r}, but the model is loaded already; give its GGUF file instead")
     if gguf_file is not None:
@@ -259,12 +266,6 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _load_gguf(source: Source, header: Header, dtype: torch.dtype, config: Any = None) -> Any:
-    """Load the model of a GGUF file in this dtype."""
-    with as_checkpoint_error(source, "model"):
-        return gguf_model.load(header, dtype, config)
-
-
 def _reads_codes(source: Source, config: Any, weights: str | None, quantization: str | None) -> bool:
     """Whether foredraft reads the codes of a checkpoint in one of `LAYOUTS`; transformers reads all other settings.
 
@@ -289,6 +290,13 @@ def _reads_codes(source: Source, config: Any, weights: str | None, quantization:
             f"quantization is {quantization!r}, but the weights of {source.name} are integers already; leave it out"
         )
     return not reason
+
+
+def _can_run_stored(header: Header, dtype: str | torch.dtype, device: torch.device) -> bool:
+    """Whether kernels on this device multiply by quantised weights of the file."""
+    has_kernels = device.type == "cpu" and library() is not None
+    chosen = torch.float32 if dtype == "auto" else choose_dtype(dtype, device)
+    return has_kernels and chosen in KINDS and any(tensor.type_id in TYPES for tensor in header.tensors)
 
 
 def _blocks(source: Source, front: Any) -> Header:
@@ -337,6 +345,6 @@ def _without_weights(source: Source, config_of: Callable[[], Any]) -> torch.nn.M
     """
     config = copy.deepcopy(config_of())
     vars(config).pop("quantization_config", None)
-    with as_checkpoint_error(source, "configuration"), torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+    with as_checkpoint_error(source, "configuration"):
+        model: torch.nn.Module = without_weights(config, trust_remote_code=source.trust_remote_code)
     return model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -80,7 +82,6 @@ class Pairing:
       dtype: dtype that the user chose for all models. "auto" is the drafter's own dtype, but not a wider one than the
         target's.
       profile: costs and acceptance rates measured before.
-      cache_packed: also cache the packed weights of a drafter that is a model.
     """
 
     loaded: Loaded
@@ -91,7 +92,8 @@ class Pairing:
     trust_remote_code: bool = False
     dtype: str | torch.dtype = "auto"
     profile: Profile | None = None
-    cache_packed: bool = False
+    _in_use: WeakValueDictionary[Any, CausalLM] = field(default_factory=WeakValueDictionary, repr=False)
+    _sources: WeakKeyDictionary[CausalLM, Loaded] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def drafting(self, config: SpeculativeConfig) -> Drafting:
         """Load the drafter that the config describes, and check that it fits the target.
@@ -110,9 +112,7 @@ class Pairing:
             make = drafter_factory(config, context)
             return Drafting(config, make, heads=heads, is_governed=config.is_governed, profile=self.profile)
         check_no_head(name, part)
-        draft = self._load(name, part)
-        self._check(draft)
-        lm = adapter_of(draft, self.execution)
+        draft, lm = self._draft_model(name, part)
         nameless = config.without_model()  # the stored config must not keep the user's model alive
         make = drafter_factory(nameless, replace(context, draft_model=lm))
         return Drafting(nameless, make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
@@ -130,6 +130,21 @@ class Pairing:
         """Return the name under which a target of the zoo includes a draft model, or None."""
         return zoo_name if zoo_name is not None and zoo.includes(zoo_name, "draft") else None
 
+    def _draft_model(self, name: Any, config: SpeculativeConfig) -> tuple[Loaded, CausalLM]:
+        """Return a draft model and its adapter. One that is in use already is not loaded again."""
+        if isinstance(name, torch.nn.Module):
+            draft = self._load(name, config)
+            self._check(draft)
+            return draft, adapter_of(draft, self.execution)
+        key = str(name), _stamps(name), config.dtype, config.revision
+        lm = self._in_use.get(key)
+        if lm is None:
+            draft = self._load(name, config)
+            self._check(draft)
+            self._in_use[key] = lm = adapter_of(draft, self.execution)
+            self._sources[lm] = draft
+        return self._sources[lm], lm
+
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
         if isinstance(name, torch.nn.Module):
             return load_model(name)
@@ -141,7 +156,6 @@ class Pairing:
             device=self.target.device,
             revision=config.revision,
             trust_remote_code=self.trust_remote_code,
-            cache_packed=self.cache_packed,
         )
 
     def _check(self, draft: Loaded) -> None:
@@ -153,6 +167,14 @@ class Pairing:
         num_tokens = None if ours is None else len(ours)
         drafter_size = draft.model.config.get_text_config(decoder=True).vocab_size
         check_vocab_sizes(self.target.vocab_size, drafter_size, self.loaded.name, draft.name, num_tokens)
+
+
+def _stamps(name: str | os.PathLike[str]) -> tuple[tuple[str, int, int], ...]:
+    """Return name, size and modification time of a local model's files, by which a changed one is told."""
+    place = Path(name)
+    files = sorted(place.iterdir()) if place.is_dir() else [place] if place.is_file() else []
+    stats = [(str(file), file.stat()) for file in files]
+    return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
 
 # -- heads -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.folders import check_new_folder, filling
@@ -22,6 +22,7 @@ from foredraft.heads.checkpoint import CONFIG, read_checkpoint, write_checkpoint
 from foredraft.loading.checkpoint_errors import check_layers
 from foredraft.loading.compressed import METHOD, VERSION, parts_of
 from foredraft.loading.layouts import LAYOUTS, check_optional, codes_of, settings_of
+from foredraft.model.building import build, released, without_weights
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import PackedLinear, named_weights
 from foredraft.model.execution.rounding import roundable, take_codes
@@ -57,23 +58,25 @@ def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dt
         )
     of_codes = {f"{layer}.{part}" for layer, found in parts.items() for part in found}
     state = {name: tensor for name, tensor in tensors.items() if name not in of_codes}
-    forms, reordered = {}, []
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    structure = without_weights(config)
+    linear = set(roundable(structure))
+    plain = {name for name, module in structure.named_modules() if module in linear}
+    stored, reordered = dict[str, StoredCodes](), []
     for layer in layers:
         found = codes_of(settings, layer, parts[layer])
-        forms[layer] = found.codes.form, found.codes.numbers.shape
+        form, shape = found.codes.form, found.codes.numbers.shape
         reordered += [layer] * (found.order is not None)
-        state[f"{layer}.weight"] = found.dense().to(dtype)
+        if layer in plain and layer not in reordered:
+            stored[layer] = _stored(settings, layer, parts[layer], form, shape)
+            state[f"{layer}.weight"] = released(shape, dtype)
+        else:
+            state[f"{layer}.weight"] = found.dense().to(dtype)
     check_optional(location, settings, parts)
-    model = _built(location, revision, config, state, dtype)
-    plain = set(roundable(model))
-    modules = dict(model.named_modules())
-    stored = {
-        modules[layer]: _stored(settings, layer, parts[layer], *forms[layer])
-        for layer in layers
-        if modules.get(layer) in plain and layer not in reordered
-    }
-    take_codes(model, stored, dtype=dtype)
-    others = [layer for layer in layers if modules.get(layer) not in stored and layer not in reordered]
+    model = _built(location, revision, type(structure), config, state, dtype)
+    take_codes(model, {model.get_submodule(layer): codes for layer, codes in stored.items()}, dtype=dtype)
+    others = [layer for layer in layers if layer not in stored and layer not in reordered]
     notes = [f"{len(reordered)} with reordered inputs"] if reordered else []
     notes += [f"{len(others)} that are not linear layers in this model, like {others[0]}"] if others else []
     return model, "; dequantised are ".join([_listed(each.form.kind for each in stored.values()), *notes])
@@ -97,23 +100,22 @@ def _stored(
 
 
 def _built(
-    location: str, revision: str | None, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
+    location: str,
+    revision: str | None,
+    kind: type,
+    config: Any,
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """Build the model with dequantised weights."""
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
-    model, report = kind.from_pretrained(
-        None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
-    )
-    left = [name for name in report["unexpected_keys"] if name.endswith((".bias", ".scales")) and state[name].any()]
+    """Build the model of a checkpoint."""
+    state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    model, missing, unexpected = build(kind, config, state, dtype)
+    left = [name for name in unexpected if name.endswith((".bias", ".scales")) and state[name].any()]
     if left:
         raise UnsupportedModelError(
             f"{location} contains {left[0]}, which {type(model).__name__} of transformers does not have, so its output "
             "would be wrong; load the original model and quantise it with quantization='int8'"
         )
-    missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(
             f"{location} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
@@ -121,7 +123,7 @@ def _built(
         )
     with suppress(OSError):  # a checkpoint may have no generation config
         model.generation_config = GenerationConfig.from_pretrained(location, revision=revision or "main")
-    found: PreTrainedModel = model.eval()
+    found: PreTrainedModel = model
     return found
 
 
@@ -162,7 +164,8 @@ def save_compressed(
     tensors = dict(_dense_by_name(model, codes))
     for name, found in codes.items():
         try:
-            tensors |= {f"{name}.{part}": tensor for part, tensor in parts_of(found).items()}
+            whole = found if found.bits in (4, 8) else found.in_bytes()
+            tensors |= {f"{name}.{part}": tensor for part, tensor in parts_of(whole).items()}
         except ValueError as error:
             raise ConfigError(
                 f"{name} cannot be saved in the layout of compressed-tensors ({error}, since it was quantised before); "

@@ -24,7 +24,13 @@ struct Matrix {
 
 // MULTIPLES: int8 multiples of a number in half precision that several groups share. SCALED: int8 numbers of a cache,
 // with one float32 scale after the numbers of each head.
-enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5, MULTIPLES = 6, SCALED = 7 };
+enum {
+  PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5, MULTIPLES = 6, SCALED = 7, FIVES = 8, SIXES = 9
+};
+// Bits of a code by kind of matrix; 0 for matrices of floats.
+static inline constexpr int64_t bits_of(int64_t kind) {
+  return kind == NIBBLES ? 4 : kind == FIVES ? 5 : kind == SIXES ? 6 : kind == BYTES ? 8 : 0;
+}
 enum { CODES_BLOCK = 32, CODES_SPAN = 64 };  // outputs of a block of codes, and most inputs that are rounded together
 
 enum { SCALE_BYTES = 4 };

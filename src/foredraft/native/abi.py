@@ -11,8 +11,10 @@ Float, Double, Threads = ctypes.c_float, ctypes.c_double, ctypes.c_int
 MOST_NODES = 64
 """Most nodes of a row, root included, for which a node has the same bits in any tree."""
 
-PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES, MULTIPLES, SCALED = range(8)
+PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES, MULTIPLES, SCALED, FIVES, SIXES = range(10)
 """Formats of the numbers in a matrix or a cache; they are the values of ``Kind`` in ``abi.h``."""
+OF_BITS = {4: NIBBLES, 5: FIVES, 6: SIXES, 8: BYTES}
+"""Formats of integer codes by their bits."""
 SCALE_BYTES = 4
 """Bytes of the scale that follows the int8 numbers of each head in a cache."""
 SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
@@ -217,6 +219,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pack": (None, Address, *(Integer,) * 4, Address, Threads),
     "round": (None, Address, Address, *(Integer,) * 3, Threads),
     "pack_codes": (None, Address, Address, Integer, Integer, Threads),
+    "pack_blocks": (None, Address, Integer, Address, Address, Integer, Integer, Threads),
+    "read_blocks": (None, Integer, Integer, Address, Address, Integer, Integer, Address, Threads),
     "rows": (None, Address, Address, Integer, Integer, Address),
     "product": (None, Address, Address, Integer, Address, Threads),
     "decode_attention": (None, *(Address,) * 7, Threads),

@@ -1,4 +1,4 @@
-// Products of float32 or bfloat16 with a matrix of integer codes of 8 or 4 bits. Scales are by output, or by output and
+// Products of float32 or bfloat16 with a matrix of integer codes of 8, 6, 5 or 4 bits. Scales are by output, or by output and
 // group of inputs. Zeros are by group, if codes are not symmetric about 0.
 //
 // Each row is rounded by itself to 16 bits, or to 8 for drafts, with one scale per span of inputs. Sums over a span are
@@ -55,7 +55,7 @@ struct Rounded {
     const bool is_split = matrix.kind == NIBBLES && rows <= MOST_SPLIT_ROWS, is_byte = matrix.kind == BYTES && bytes == 1;
     layout = !has_vnni ? WORDS : is_split ? SPLIT : is_byte ? ONE_BYTE : WORDS;
     stored = layout == ONE_BYTE ? 1 : 2;
-    excess = matrix.zeros ? matrix.zero_kind == BYTES : matrix.kind == BYTES ? 128 : 8;
+    excess = matrix.zeros ? matrix.zero_kind == BYTES : 1 << (bits_of(matrix.kind) - 1);
     values.resize(rows * inputs * stored);
     scales.resize(rows * spans), sums.resize(rows * spans), starts.resize(rows * spans);
     share_out(rows, rows * inputs < SHARED_NUMBERS ? 1 : threads, [&](int64_t first, int64_t last, int) {
@@ -177,6 +177,16 @@ static inline void finish(const Matrix& matrix, int64_t row, int64_t first, cons
     }
 }
 
+// Returns the upper bits of codes of 5 or 6 bits, in their position in a byte: those of a group of four inputs, from
+// bytes with the upper bits of 8 or 4 such groups, the first in the lowest bits.
+template <int BITS, int GROUP>
+static ALWAYS_INLINE Whole upper_bits(Whole bytes) {
+  constexpr int distance = 4 - GROUP * (BITS - 4);
+  const Whole mask = all_whole(BITS == 5 ? 0x10101010 : 0x30303030);
+  if constexpr (distance > 0) return bits_in_both(shifted_up<distance>(bytes), mask);
+  return bits_in_both(shifted<distance < 0 ? -distance : 0>(bytes), mask);
+}
+
 // Returns two of the inputs whose codes share a word, as 16-bit integers: of four numbers 0 and 2, or 1 and 3.
 template <int BITS>
 static inline Whole pair_of(Whole codes, int pair) {
@@ -208,6 +218,47 @@ static ALWAYS_INLINE void add_words(const uint8_t* weight, const uint8_t* values
       }
     }
     weight += 4 * CODES_BLOCK, values += AT_ONCE * 2;
+  } while (weight < end);
+}
+
+// Adds the products of one group of four inputs of codes of 5 or 6 bits, and of the groups after it in a unit: the inputs
+// whose upper bits share a byte.
+template <int BITS, int GROUP, int ROWS, bool VNNI>
+static ALWAYS_INLINE void add_groups(const uint8_t* weight, const uint8_t* values, int64_t stride,
+                                     Whole (&sums)[ROWS][PARTS]) {
+  enum { GROUPS = 8 / (BITS - 4), LINE = 4 * CODES_BLOCK };
+  if constexpr (GROUP < GROUPS) {
+    Whole even_codes[PARTS], odd_codes[PARTS];
+    for (int j = 0; j < PARTS; ++j) {
+      const Whole lower = read_bytes(weight + GROUP / 2 * LINE + 4 * LANES * j);
+      const Whole upper = read_bytes(weight + GROUPS / 2 * LINE + 4 * LANES * j);
+      const Whole codes =
+          bits_in_either(lower_halves(GROUP % 2 ? shifted<4>(lower) : lower), upper_bits<BITS, GROUP>(upper));
+      even_codes[j] = even(codes), odd_codes[j] = odd(codes);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i) {
+      const uint8_t* four = values + i * stride + GROUP * 8;
+      const Whole first = four_of(four), second = four_of(four + 4);
+      for (int j = 0; j < PARTS; ++j) {
+        sums[i][j] = VNNI ? add_pairs_at_once(sums[i][j], even_codes[j], first) : add_pairs(sums[i][j], even_codes[j], first);
+        sums[i][j] = VNNI ? add_pairs_at_once(sums[i][j], odd_codes[j], second) : add_pairs(sums[i][j], odd_codes[j], second);
+      }
+    }
+    add_groups<BITS, GROUP + 1, ROWS, VNNI>(weight, values, stride, sums);
+  }
+}
+
+// The same for codes of 5 and 6 bits, unit after unit.
+template <int BITS, int ROWS, bool VNNI>
+static ALWAYS_INLINE void add_units(const uint8_t* weight, const uint8_t* values, int64_t stride, int64_t inputs,
+                                    Whole (&sums)[ROWS][PARTS]) {
+  enum { INPUTS = 32 / (BITS - 4), UNIT = INPUTS * CODES_BLOCK * BITS / 8 };
+  const uint8_t* end = weight + inputs / INPUTS * UNIT;
+  do {
+    for (int line = 0; line < UNIT / 64; ++line) _mm_prefetch((const char*)(weight + FETCHED + 64 * line), _MM_HINT_T0);
+    add_groups<BITS, 0, ROWS, VNNI>(weight, values, stride, sums);
+    weight += UNIT, values += INPUTS * 2;
   } while (weight < end);
 }
 
@@ -279,6 +330,8 @@ static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int
       add_bytes<ROWS>(weight, values, stride, x.span, sums);
     else if constexpr (LAYOUT == SPLIT)
       add_split<ROWS>(weight, values, stride, x.span, sums);
+    else if constexpr (BITS == 5 || BITS == 6)
+      add_units<BITS, ROWS, VNNI>(weight, values, stride, x.span, sums);
     else
       add_words<BITS, ROWS, VNNI>(weight, values, stride, x.span, sums);
     weight += x.span * CODES_BLOCK * BITS / 8, values += x.span * stored_bytes<LAYOUT>;
@@ -343,18 +396,27 @@ static inline float value_at(int64_t kind, const void* from, const void* halves,
   }
 }
 
+// Returns the code of an input in the memory of a block's codes.
+static inline int code_at(const uint8_t* codes, int64_t bits, int64_t lane, int64_t input) {
+  const int64_t group = input / 4, at = lane * 4 + input % 4, line = 4 * CODES_BLOCK;
+  if (bits == 8) return codes[group * line + at];
+  const int64_t share = bits - 4, groups = share ? 8 / share : 2, lines = groups / 2 + (share > 0);
+  const uint8_t* unit = codes + group / groups * lines * line;
+  const int64_t here = group % groups;
+  const int lower = unit[here / 2 * line + at] >> here % 2 * 4 & 15;
+  return share ? lower | (unit[groups / 2 * line + at] >> here * share & ((1 << share) - 1)) << 4 : lower;
+}
+
 // Unpacks one row of the matrix to exactly the numbers that its codes represent.
 template <typename T>
 static void unpack_row(const Matrix& matrix, int64_t output, T* to) {
-  const bool is_bytes = matrix.kind == BYTES;
-  const int64_t inputs = rounded_up(matrix.inputs, matrix.group ? matrix.group : CODES_SPAN);
+  const int64_t inputs = rounded_up(matrix.inputs, matrix.group ? matrix.group : CODES_SPAN), bits = bits_of(matrix.kind);
   const int64_t groups = matrix.group ? inputs / matrix.group : 1, block = output / CODES_BLOCK, lane = output % CODES_BLOCK;
-  const uint8_t* codes = (const uint8_t*)matrix.weight + block * CODES_BLOCK * inputs / (is_bytes ? 1 : 2);
+  const uint8_t* codes = (const uint8_t*)matrix.weight + block * CODES_BLOCK * inputs * bits / 8;
   for (int64_t i = 0; i < matrix.inputs; ++i) {
     const int64_t place = (block * groups + (matrix.group ? i / matrix.group : 0)) * CODES_BLOCK + lane;
-    const uint8_t byte = codes[(i / (is_bytes ? 4 : 8) * CODES_BLOCK + lane) * 4 + i % 4];
-    const int code = is_bytes ? byte : i / 4 % 2 ? byte >> 4 : byte & 15;
-    const int low = matrix.zeros ? matrix.zero_kind == BYTES ? ((const uint8_t*)matrix.zeros)[place] : 0 : is_bytes ? 128 : 8;
+    const int code = code_at(codes, bits, lane, i);
+    const int low = matrix.zeros ? matrix.zero_kind == BYTES ? ((const uint8_t*)matrix.zeros)[place] : 0 : 1 << (bits - 1);
     const int64_t shared = shared_place(matrix, place - lane) + lane;
     volatile float value = (float)(code - low) * value_at(matrix.scale_kind, matrix.scales, matrix.scale_halves, place, shared);
     if (matrix.zeros && matrix.zero_kind != BYTES)  // `volatile` rounds the product before the addition
@@ -383,6 +445,10 @@ extern "C" void multiply_codes(const Matrix* matrix, const void* x, int64_t rows
     multiply<4, SPLIT>(*matrix, rounded, rows, out, threads);
   else if (matrix->kind == NIBBLES)
     multiply<4, WORDS>(*matrix, rounded, rows, out, threads);
+  else if (matrix->kind == FIVES)
+    multiply<5, WORDS>(*matrix, rounded, rows, out, threads);
+  else if (matrix->kind == SIXES)
+    multiply<6, WORDS>(*matrix, rounded, rows, out, threads);
   else if (rounded.layout == ONE_BYTE)
     multiply<8, ONE_BYTE, BY_OUTPUT>(*matrix, rounded, rows, out, threads);
   else

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ class QuantLayout:
     """Format of integer codes: bits and group as in `Codes`, and the dtypes of scales and zeros.
 
     Args:
-      bits: bits of a code, 4 or 8.
+      bits: bits of a code: 4, 5, 6 or 8.
       group: inputs of a group; 0 for all.
       scales: dtype of the scales; int8 if they are multiples of half-precision factors.
       zeros: dtype of the zeros; None without zeros.
@@ -44,7 +44,7 @@ class Codes:
 
     Args:
       numbers: codes, uint8 (out, in).
-      bits: bits of a code, 4 or 8.
+      bits: bits of a code: 4, 5, 6 or 8.
       scales: float32 or float16 (out, groups). All inputs of a group share a scale; the last group may be smaller.
       zeros: zeros with the shape of the scales, or None. If they are floats, a weight is code * scale + zero. If they
         are uint8, it is (code - zero) * scale.
@@ -124,6 +124,11 @@ class Codes:
         weight: torch.Tensor = (self.numbers.float() - low) * scales
         return weight + zeros if zeros is not None and self.kind[2] == "float" else weight
 
+    def in_bytes(self) -> Codes:
+        """Return the same weight in codes of 8 bits."""
+        shift = 0 if self.zeros is not None else 128 - 2 ** (self.bits - 1)
+        return replace(self, numbers=self.numbers + shift, bits=8)
+
     def part(self, first: int, last: int) -> Codes:
         """Return the outputs ``first`` to ``last``, in the same memory."""
         return self._of(slice(first, last))
@@ -180,6 +185,23 @@ class Unrounded:
 
 
 @dataclass(frozen=True)
+class StoredBlocks:
+    """Quantised blocks of a GGUF file, which kernels pack directly.
+
+    Args:
+      rows: rows of blocks, uint8 (out, bytes), in the memory of the file.
+      type_id: ggml's number of their type.
+      order: row of each output, int64 (out,); None for the same.
+      leave: function that releases the memory of the rows after their last use.
+    """
+
+    rows: torch.Tensor
+    type_id: int
+    order: torch.Tensor | None
+    leave: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class StoredCodes:
     """Codes of a weight that are read on demand, such as from a file.
 
@@ -187,11 +209,13 @@ class StoredCodes:
       shape: shape of the weight (out, in).
       form: format of the codes.
       read: function that returns the outputs from a first to a last one (excluded).
+      blocks: blocks of a GGUF file that contain the same codes, if they come from there.
     """
 
     shape: torch.Size
     form: QuantLayout
     read: Callable[[int, int], Codes]
+    blocks: StoredBlocks | None = None
 
     @classmethod
     def of(cls, codes: Codes) -> StoredCodes:

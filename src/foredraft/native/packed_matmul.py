@@ -8,8 +8,7 @@ bandwidth, and adds up every row in the same order whatever the number of rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -203,7 +202,8 @@ class CodesMatrix(PackedMatrix):
       dtype: float32 or bfloat16, dtype of inputs and results.
       seen: callback after each packed piece.
 
-    Raises: ValueError for zeros without groups, for which there is no kernel.
+    Raises: ValueError for zeros without groups, and for codes of 5 bits with groups that are no multiple of 32, for
+      which there are no kernels.
     Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest activation with the same scale, or
       within half of 1/127 of it for 1 byte. The bits are the same on every CPU.
     """
@@ -231,11 +231,13 @@ class CodesMatrix(PackedMatrix):
                 f"a weight with zeros but without groups has no kernel; give it one group of all {inputs} inputs, "
                 "padded to a multiple of 64"
             )
+        if form.bits in (5, 6) and form.group % (16 * (7 - form.bits)):
+            raise ValueError(f"codes of {form.bits} bits have no kernel for groups of {form.group} inputs")
         outputs = sum(part.shape[0] for part in parts)
         shape, of_groups = codes_shapes(form.bits, form.group, outputs, inputs)
         packed = memory.empty(shape, torch.uint8)
         if outputs % CODES_BLOCK or inputs % (form.group or CODES_SPAN):
-            packed.fill_(0x80 if form.bits == 8 else 0x88)
+            packed.fill_({4: 0x88, 8: 0x80}.get(form.bits, 0))
         scales, zeros = (
             None if dtype is None else memory.empty(of_groups, dtype)
             for dtype in (form.scales if form.group else torch.float32, form.zeros)
@@ -249,7 +251,7 @@ class CodesMatrix(PackedMatrix):
         for each in (scales, zeros, *halves):
             if each is not None:
                 each[-1] = 0  # padding outputs
-        kind, of_bias = (abi.BYTES if form.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
+        kind, of_bias = abi.OF_BITS[form.bits], None if bias is None else bias.detach()
         super().__init__(
             kernels,
             (outputs, inputs),
@@ -266,13 +268,18 @@ class CodesMatrix(PackedMatrix):
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):
                 piece = self._take(kernels, part, first, last, begin + first)
-                if seen is not None:
+                if seen is not None and piece is not None:
                     seen(number, piece)
+            if isinstance(part, StoredCodes) and part.blocks is not None:
+                part.blocks.leave()
 
     def _take(
         self, kernels: Library, part: Unrounded | StoredCodes, first: int, last: int, output: int
-    ) -> torch.Tensor | Codes:
-        """Pack outputs ``first`` to ``last`` of a part at ``output`` in the matrix, and return them as given."""
+    ) -> torch.Tensor | Codes | None:
+        """Pack outputs ``first`` to ``last`` of a part at ``output`` in the matrix, and return them as given.
+
+        Blocks of a file are not returned.
+        """
         count, threads = last - first, torch.get_num_threads()
         if isinstance(part, Unrounded):
             given = part.weight[first:last]
@@ -282,6 +289,12 @@ class CodesMatrix(PackedMatrix):
                 rows, kind = rows.float(), abi.FLOAT32
             kernels.round(self.address, rows.data_ptr(), kind, output, count, threads)
             return given
+        if part.blocks is not None:
+            rows, order = part.blocks.rows, part.blocks.order
+            rows, order = (rows[first:last], None) if order is None else (rows, order[first:last].contiguous())
+            at = None if order is None else order.data_ptr()
+            kernels.pack_blocks(self.address, part.blocks.type_id, rows.data_ptr(), at, output, count, threads)
+            return None
         codes = part.read(first, last)
         numbers = codes.numbers.contiguous()
         kernels.pack_codes(self.address, numbers.data_ptr(), output, count, threads)
@@ -295,9 +308,11 @@ class CodesMatrix(PackedMatrix):
     def codes(self) -> Codes:
         """The weight as codes, unpacked."""
         outputs, inputs = self._size
-        blocks, bits = self.packed, 8 if self.fields.kind == abi.BYTES else 4
+        blocks, bits = self.packed, _BITS[self.fields.kind]
         if bits == 4:
             blocks = torch.stack([blocks & 15, blocks >> 4], 2).flatten(1, 2)
+        elif bits < 8:
+            blocks = _without_units(blocks, bits)
         numbers = blocks.transpose(1, 2).reshape(len(blocks) * CODES_BLOCK, -1)[:outputs, :inputs].contiguous()
         scales, zeros, of_scales, of_zeros = (
             None if each is None else each.transpose(1, 2).flatten(0, 1)[:outputs] for each in self._kept[1:]
@@ -312,74 +327,21 @@ class CodesMatrix(PackedMatrix):
         return self.codes.dense()
 
 
+def _without_units(lines: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes of 5 or 6 bits with one code per byte: (blocks, lines, 32, 4) -> (blocks, inputs / 4, 32, 4)."""
+    share = bits - 4
+    groups = 8 // share
+    units = lines.view(len(lines), -1, groups // 2 + 1, *lines.shape[2:])
+    lower = torch.stack([units[:, :, :-1] & 15, units[:, :, :-1] >> 4], 3).flatten(2, 3)
+    shifts = torch.arange(0, 8, share, dtype=torch.uint8)[:, None, None]
+    upper = units[:, :, -1:] >> shifts & (1 << share) - 1
+    codes: torch.Tensor = (lower | upper << 4).flatten(1, 2)
+    return codes
+
+
 def _begins_of(parts: Sequence[torch.Tensor | Unrounded | StoredCodes]) -> list[int]:
     """Return the first output of each of several concatenated parts."""
     return [0, *accumulate(part.shape[0] for part in parts)][: len(parts)]
 
 
-_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Description of a matrix for the kernels: fields of `abi.Matrix`."""
-
-    inputs: int
-    outputs: int
-    kind: int
-    group: int
-    activation_bytes: int
-    value_kind: int
-    half_shift: int
-
-    @classmethod
-    def of(cls, matrix: PackedMatrix) -> Facts:
-        """Describe a matrix in memory."""
-        return cls(**{name: getattr(matrix.fields, name) for name in cls.__dataclass_fields__})
-
-    def matrix(self, kernels: Library, parts: Mapping[str, torch.Tensor]) -> NativeMatrix | CodesMatrix:
-        """Rebuild the matrix from its parts, which kernels of the same instruction set have packed.
-
-        Raises: ValueError for parts that do not fit, since kernels would read beyond them.
-        """
-        self._check(kernels, parts)
-        kind: type[NativeMatrix] | type[CodesMatrix] = NativeMatrix if self.kind in FLOATS else CodesMatrix
-        matrix = object.__new__(kind)
-        PackedMatrix.__init__(
-            matrix,
-            kernels,
-            (self.outputs, self.inputs),
-            self.kind,
-            parts["packed"],
-            parts.get("bias"),
-            parts.get("scales"),
-            parts.get("zeros"),
-            self.group,
-            self.activation_bytes,
-            _DTYPES[self.value_kind],
-            parts.get("scale_halves"),
-            parts.get("zero_halves"),
-        )
-        return matrix
-
-    def _check(self, kernels: Library, parts: Mapping[str, torch.Tensor]) -> None:
-        wanted: dict[str, tuple[int, ...]] = {"bias": (self.outputs,)} if "bias" in parts else {}
-        if self.kind in FLOATS:
-            dtypes = {torch.bfloat16 if self.kind == abi.PAIRS else _DTYPES[self.kind]}
-            is_known = self.kind != abi.PAIRS or kernels.has_pairs
-            wanted["packed"] = float_shape(self.kind, self.outputs, self.inputs, kernels.block)
-        else:
-            dtypes, is_known = {torch.uint8}, self.kind in (abi.NIBBLES, abi.BYTES) and self.activation_bytes in (1, 2)
-            bits = 8 if self.kind == abi.BYTES else 4
-            wanted["packed"], wanted["scales"] = codes_shapes(bits, self.group, self.outputs, self.inputs)
-            blocks, groups, lanes = wanted["scales"]
-            for name in [name for name in ("scales", "zeros") if name in parts]:
-                wanted[name], dtype = wanted["scales"], parts[name].dtype
-                is_known &= dtype in SCALES
-                if dtype == torch.int8:
-                    wanted[f"{name[:-1]}_halves"] = blocks, groups >> self.half_shift, lanes
-            halves = [part.dtype for name, part in parts.items() if name.endswith("_halves")]
-            is_known &= set(halves) <= {torch.float16} and groups >> self.half_shift << self.half_shift == groups
-        found = {name: tuple(part.shape) for name, part in parts.items()}
-        if not is_known or found != wanted or parts["packed"].dtype not in dtypes or self.value_kind not in _DTYPES:
-            raise ValueError(f"{found} are not the parts of a matrix of {self}")
+_BITS = {kind: bits for bits, kind in abi.OF_BITS.items()}

@@ -268,8 +268,7 @@ extern "C" void foredraft_product(const Matrix* matrix, const void* x, int64_t n
   if (matrix->kind == PAIRS && matrix->inputs % 32) return fill_up(matrix, (const uint16_t*)x, num_rows, out, threads);
 #endif
   if (threads < 1) threads = 1;
-  if (matrix->kind == NIBBLES || matrix->kind == BYTES)
-    return multiply_codes(matrix, x, num_rows, out, threads);
+  if (bits_of(matrix->kind)) return multiply_codes(matrix, x, num_rows, out, threads);
   const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
   const bool is_large = matrix->kind != PAIRS && num_rows >= MANY && matrix->outputs >= WIDE;
   if (is_large && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads)) return;
@@ -280,10 +279,9 @@ extern "C" void foredraft_product(const Matrix* matrix, const void* x, int64_t n
 
 // Announces the matrix of the next product, for prefetching.
 void fetch_matrix(const Matrix& matrix) {
-  const bool is_codes = matrix.kind == NIBBLES || matrix.kind == BYTES;
-  const int64_t span = is_codes ? (matrix.group ? matrix.group : CODES_SPAN) : matrix.kind == PAIRS ? 32 : 1;
-  const int64_t size = is_codes ? CODES_BLOCK : matrix.kind == PAIRS ? 32 : BLOCK;
-  const int64_t bits = matrix.kind == NIBBLES ? 4 : matrix.kind == BYTES ? 8 : matrix.kind == FLOAT32 ? 32 : 16;
+  const int64_t of_code = bits_of(matrix.kind), bits = of_code ? of_code : matrix.kind == FLOAT32 ? 32 : 16;
+  const int64_t span = of_code ? (matrix.group ? matrix.group : CODES_SPAN) : matrix.kind == PAIRS ? 32 : 1;
+  const int64_t size = of_code ? CODES_BLOCK : matrix.kind == PAIRS ? 32 : BLOCK;
   fetch_next(matrix.weight, size * rounded_up(matrix.inputs, span) * bits / 8, (matrix.outputs + size - 1) / size);
 }
 

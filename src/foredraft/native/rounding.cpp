@@ -1,8 +1,9 @@
-// Packing of weights as codes of 8 and 4 bits in the order in which products read them. Floats are rounded on the way,
+// Packing of weights as codes of 4 to 8 bits in the order in which products read them. Floats are rounded on the way,
 // codes are copied. No other memory than the matrix is needed.
 
 #include "abi.h"
 #include "functions.h"
+#include "places.h"
 #include "threads.h"
 #include "vectors.h"
 #include "whole_numbers.h"
@@ -10,32 +11,6 @@
 #include <math.h>
 
 static const float LEAST_STEP = 1e-30f, LEAST_HALF_STEP = 0x1p-16f, MOST_HALF_STEP = 65504.0f;
-
-// Position of an output's codes, scales and zeros.
-struct Place {
-  int64_t inputs, groups, block, lane;  // inputs: padded
-  uint8_t* codes;
-
-  Place(const Matrix& matrix, int64_t output) : block(output / CODES_BLOCK), lane(output % CODES_BLOCK) {
-    inputs = rounded_up(matrix.inputs, matrix.group ? matrix.group : CODES_SPAN);
-    groups = matrix.group ? inputs / matrix.group : 1;
-    codes = (uint8_t*)matrix.weight + block * CODES_BLOCK * inputs / (matrix.kind == BYTES ? 1 : 2);
-  }
-  int64_t of_group(int64_t group) const { return (block * groups + group) * CODES_BLOCK + lane; }
-
-  // Writes eight codes, beginning at an input whose index is a multiple of 8.
-  void write(int64_t kind, int64_t input, const uint8_t* eight) const {
-    if (kind == BYTES) {
-      for (int64_t four = 0; four < 2; ++four)
-        memcpy(codes + ((input / 4 + four) * CODES_BLOCK + lane) * 4, eight + 4 * four, 4);
-      return;
-    }
-    uint32_t first, second;
-    memcpy(&first, eight, 4), memcpy(&second, eight + 4, 4);
-    first |= second << 4;
-    memcpy(codes + (input / 8 * CODES_BLOCK + lane) * 4, &first, 4);
-  }
-};
 
 static void write_number(int64_t kind, const void* to, int64_t place, float value) {
   switch (kind) {
@@ -53,10 +28,10 @@ struct Steps {
 
   Steps(const Matrix& matrix, float low, float high, bool is_finite) : begin(0), zero(0) {
     if (!matrix.zeros) {
-      step = fmaxf(fmaxf(-low, high), LEAST_STEP) / (matrix.kind == BYTES ? 127 : 7);
+      step = fmaxf(fmaxf(-low, high), LEAST_STEP) / ((1 << (bits_of(matrix.kind) - 1)) - 1);
     } else {
       const bool is_half = matrix.scale_kind == FLOAT16;
-      const float most = matrix.kind == BYTES ? 255 : 15;
+      const float most = (1 << bits_of(matrix.kind)) - 1;
       if (matrix.zero_kind == BYTES) low = fminf(low, 0), high = fmaxf(high, 0);
       const float wide = (high - low) / most;
       step = as_stored(matrix.scale_kind, is_half ? fminf(fmaxf(wide, LEAST_HALF_STEP), MOST_HALF_STEP) : fmaxf(wide, LEAST_STEP));
@@ -73,7 +48,7 @@ template <typename T>
 static void round_output(const Matrix& matrix, const T* row, int64_t output) {
   const Place place(matrix, output);
   const int64_t size = matrix.group ? matrix.group : matrix.inputs;
-  const float middle = matrix.kind == BYTES ? 128 : 8, most = 2 * middle - 1, least_code = matrix.zeros ? 0 : 1;
+  const float middle = 1 << (bits_of(matrix.kind) - 1), most = 2 * middle - 1, least_code = matrix.zeros ? 0 : 1;
   for (int64_t group = 0; group < place.groups; ++group, row += size) {
     const int64_t count = least(size, matrix.inputs - group * size);
     // missing inputs of the last group count as zeros
@@ -91,12 +66,11 @@ static void round_output(const Matrix& matrix, const T* row, int64_t output) {
     for (int64_t i = 0; i < count; i += LANES) {
       const Vector scaled = (read_first(row + i, count - i) - begin) / step;
       const Vector bounded = smaller(larger(scaled, bottom - shift), top - shift);
-      int32_t wide[LANES];
       uint8_t codes[LANES];
-      write_whole(wide, add_whole(nearest(is_finite ? bounded : zero()), all_whole((int32_t)(matrix.zeros ? 0 : middle))));
-      for (int lane = 0; lane < LANES; ++lane) codes[lane] = i + lane < count ? (uint8_t)wide[lane] : (uint8_t)middle;
+      write_bytes(codes, add_whole(nearest(is_finite ? bounded : zero()), all_whole((int32_t)(matrix.zeros ? 0 : middle))));
+      for (int64_t lane = count - i; lane < LANES; ++lane) codes[lane] = (uint8_t)middle;
       for (int64_t eight = 0; eight < LANES && i + eight < count; eight += 8)
-        place.write(matrix.kind, group * size + i + eight, codes + eight);
+        place.write(group * size + i + eight, codes + eight);
     }
   }
 }
@@ -120,11 +94,11 @@ extern "C" void foredraft_pack_codes(const Matrix* matrix, const uint8_t* codes,
     const Place place(*matrix, first + row);
     const uint8_t* from = codes + row * matrix->inputs;
     const int64_t whole = matrix->inputs / 8 * 8;
-    for (int64_t input = 0; input < whole; input += 8) place.write(matrix->kind, input, from + input);
+    for (int64_t input = 0; input < whole; input += 8) place.write(input, from + input);
     if (whole == matrix->inputs) return;
     uint8_t eight[8];
-    memset(eight, matrix->kind == BYTES ? 128 : 8, 8);
+    memset(eight, 1 << (bits_of(matrix->kind) - 1), 8);
     memcpy(eight, from + whole, matrix->inputs - whole);
-    place.write(matrix->kind, whole, eight);
+    place.write(whole, eight);
   });
 }

@@ -17,6 +17,10 @@ static inline Whole multiply_whole(Whole a, Whole b) { return _mm256_mullo_epi32
 static inline Whole nibbles(Whole words) { return _mm256_and_si256(words, _mm256_set1_epi16(15)); }
 static inline Whole lower_halves(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 static inline Whole times_256(Whole values) { return _mm256_slli_epi32(values, 8); }
+static inline Whole bits_in_both(Whole a, Whole b) { return _mm256_and_si256(a, b); }
+static inline Whole bits_in_either(Whole a, Whole b) { return _mm256_or_si256(a, b); }
+template <int BITS>
+static inline Whole shifted_up(Whole words) { return _mm256_slli_epi16(words, BITS); }
 template <int BITS>
 static inline Whole shifted(Whole words) { return _mm256_srli_epi16(words, BITS); }
 static inline Whole nearest(Vector values) { return _mm256_cvtps_epi32(values); }
@@ -28,8 +32,12 @@ static inline int32_t sum_of_whole(Whole values) {
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
 }
-static inline void write_bytes(uint8_t*, Whole) {}  // not used without VNNI, which multiplies bytes
-static inline void write_split(uint8_t*, Whole) {}
+static inline void write_bytes(uint8_t* to, Whole values) {
+  const __m256i lowest = _mm256_shuffle_epi8(values, _mm256_broadcastsi128_si256(_mm_cvtsi32_si128(0x0c080400)));
+  const int32_t halves[2] = {_mm256_extract_epi32(lowest, 0), _mm256_extract_epi32(lowest, 4)};
+  memcpy(to, halves, 8);
+}
+static inline void write_split(uint8_t*, Whole) {}  // not used without VNNI, which multiplies bytes
 static inline void write_words(uint8_t* to, Whole values) {
   const __m128i words = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packs_epi32(values, values), 0x08));
   _mm_storeu_si128((__m128i*)to, _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xd8), 0xd8));
@@ -51,6 +59,10 @@ static inline Whole multiply_whole(Whole a, Whole b) { return _mm512_mullo_epi32
 static inline Whole nibbles(Whole words) { return _mm512_and_si512(words, _mm512_set1_epi16(15)); }
 static inline Whole lower_halves(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 static inline Whole times_256(Whole values) { return _mm512_slli_epi32(values, 8); }
+static inline Whole bits_in_both(Whole a, Whole b) { return _mm512_and_si512(a, b); }
+static inline Whole bits_in_either(Whole a, Whole b) { return _mm512_or_si512(a, b); }
+template <int BITS>
+static inline Whole shifted_up(Whole words) { return _mm512_slli_epi16(words, BITS); }
 template <int BITS>
 static inline Whole shifted(Whole words) { return _mm512_srli_epi16(words, BITS); }
 static inline Whole nearest(Vector values) { return _mm512_cvtps_epi32(values); }

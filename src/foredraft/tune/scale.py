@@ -7,7 +7,7 @@ from dataclasses import replace
 from foredraft.errors import ConfigError
 from foredraft.loading.info import Loaded
 from foredraft.loading.models import load_model
-from foredraft.model.execution.rounding import check_quantization, check_weights
+from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights
 from foredraft.testing.inflation import inflate
 
 SCALES = {"none": None, "100m": (1024, 4096)}
@@ -39,12 +39,12 @@ def load_scaled(
         return loaded, loaded
     check_quantization(quantization)
     check_weights(weights, quantization)
-    if weights is not None:
+    if weights == STORED:
         raise ConfigError(
             f"weights='stored' uses the weights as stored in the file, but scale={scale!r} makes a wider model; "
             "leave one of the two out"
         )
-    loaded = replace(load_model(model, dtype=dtype), quantization=quantization)
+    loaded = replace(load_model(model, dtype=dtype, weights=DEQUANTIZED), quantization=quantization)
     return loaded, inflated(loaded, scale)
 
 

@@ -242,7 +242,7 @@ def _convert(manifest: Manifest, folder: Path) -> None:
         header = read_header(file)
         gguf_model.check_readable(header)
         with no_progress_bars():
-            model = gguf_model.load(header, _dtype(manifest.stored_dtype))
+            model, _ = gguf_model.load(header, _dtype(manifest.stored_dtype))
             model.save_pretrained(folder)
         tokenizer = read_tokenizer(header)
         assert tokenizer is not None

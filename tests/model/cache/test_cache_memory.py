@@ -42,6 +42,10 @@ def logits(cache: KVCache) -> torch.Tensor:
     return target().forward(Nodes.from_chains([[7]] * cache.num_rows), cache)
 
 
+def buffers(cache: KVCache) -> list[torch.Tensor]:
+    return [buffer for layer in cache.layers for buffer in (layer.keys, layer.values)]
+
+
 def shape(cache: KVCache) -> tuple[int, int]:
     return cache.num_slots, cache.capacity
 
@@ -50,12 +54,12 @@ def test_released_memory_is_free_and_the_cache_begins_anew() -> None:
     """No view of a buffer is left, neither in layers nor in what moves columns of trees."""
     cache = filled(3, [40, 9, 20])
     cache.commit([(0,), (0, 2), (0,)])  # moves a column, so that views of the buffers are kept
-    buffers = [weakref.ref(buffer) for buffer in cache._buffers()]
+    held = [weakref.ref(buffer) for buffer in buffers(cache)]
     assert not cache.release()  # of rows that run
     cache.clear()
     assert cache.release()
     assert (cache.num_bytes, shape(cache)) == (0, (1, 16))
-    assert all(one() is None for one in buffers)
+    assert all(one() is None for one in held)
     assert not cache.release()
     cache.add_rows(2)
     extend(cache, 0, 30)
@@ -165,13 +169,13 @@ on_linux = pytest.mark.skipif(not storage.IS_LAZY, reason="elsewhere all of a ca
 def test_a_long_row_costs_its_own_length_alone() -> None:
     lengths = [8000, *[300] * 15]
     cache = written(lengths)
-    for buffer in cache._buffers():
+    for buffer in buffers(cache):
         assert len(buffer) == 16
         assert buffer.shape[2] >= 8000
         assert resident(buffer) <= most_pages(lengths) < buffer.nbytes // mmap.PAGESIZE / 8
     assert cache.num_bytes == sum(lengths) * cache.column_bytes == sum(lengths) * 2 * 4 * 64 * 4
     cache.remove(0)
-    for buffer in cache._buffers():
+    for buffer in buffers(cache):
         assert resident(buffer) <= most_pages([*[300] * 15, KEPT_COLUMNS])
         assert bool((buffer[0, :, :300] == 16.0).all())  # the last row has taken its place
         assert int((buffer[15] != 0.0).sum()) * 4 < 2 * mmap.PAGESIZE  # parts of pages of its neighbours
@@ -187,19 +191,19 @@ def test_rows_that_move_take_their_memory_along() -> None:
     cache.move(1, 3)  # the long row has gone
     lengths = [500, 10, 20, 10, 20]
     assert cache.lengths == lengths
-    for buffer in cache._buffers():
+    for buffer in buffers(cache):
         assert [float(buffer[row, 0, 0, 0]) for row in (0, 1, 2, 3, copy)] == [4.0, 2.0, 3.0, 2.0, 3.0]
         assert resident(buffer) <= most_pages([length + KEPT_COLUMNS for length in lengths])
     cache.clear()
     assert cache.num_bytes == 0
-    assert all(resident(buffer) == 0 for buffer in cache._buffers())
+    assert all(resident(buffer) == 0 for buffer in buffers(cache))
 
 
 @on_linux
 def test_growing_copies_what_rows_have_and_nothing_else() -> None:
     cache = written([200, 5])
     cache.reserve(5000, 40)
-    for buffer in cache._buffers():
+    for buffer in buffers(cache):
         assert buffer.shape[0] >= 40
         assert resident(buffer) <= most_pages([200, 5])
         assert bool((buffer[0, :, :200] == 1.0).all())
@@ -215,13 +219,13 @@ def test_erased_columns_are_zero_and_take_no_memory(size: int) -> None:
         states = torch.full((4, 1000, size), float("nan"))
         cache.load(row, ((states, states),), 1000)
     cache.erase(1, 300)
-    for buffer in cache._buffers():
+    for buffer in buffers(cache):
         assert bool((buffer[1, :, 300:] == 0.0).all())
         assert bool(buffer[1, :, :300].isnan().all())
         assert bool(buffer[[0, 2]].isnan().all())
-    before = [resident(buffer) for buffer in cache._buffers()]
+    before = [resident(buffer) for buffer in buffers(cache)]
     cache.erase(0)
-    for buffer, held in zip(cache._buffers(), before, strict=True):
+    for buffer, held in zip(buffers(cache), before, strict=True):
         assert resident(buffer) < held
         assert bool((buffer[0] == 0.0).all())
         assert bool(buffer[2].isnan().all())
@@ -254,9 +258,9 @@ def test_where_the_system_takes_no_advice_columns_are_zero_all_the_same(monkeypa
     cache.swap(0, 1)
     cache.remove(1)
     assert cache.lengths == [20]
-    for buffer in cache._buffers():
+    for buffer in buffers(cache):
         assert bool((buffer[0, :, :20] == 2.0).all())
     states = torch.full((4, 900, 64), float("nan"))
     cache.load(cache.add_rows(), ((states, states),), 900)
     cache.erase(1)
-    assert all(bool((buffer[1] == 0.0).all()) for buffer in cache._buffers())
+    assert all(bool((buffer[1] == 0.0).all()) for buffer in buffers(cache))

@@ -11,7 +11,6 @@ from transformers import DynamicCache
 
 from architectures import ALWAYS, ARCHITECTURES, OF_EACH_CACHE, kinds_of, target_model
 from foredraft.errors import ShapeError
-from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.support import cache_argument
 from foredraft.testing import reference_node_logits, toy_model
@@ -168,11 +167,6 @@ def test_rejected_nodes_leave_no_trace_in_committed_columns() -> None:
     session.cache.commit([(), ()])
     after = [layer.keys[:, :, : len(PREFIXES[1])] for layer in session.cache.layers]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_an_empty_cache_has_no_rows_and_no_memory() -> None:
-    cache = KVCache(2)
-    assert (cache.num_rows, cache.num_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

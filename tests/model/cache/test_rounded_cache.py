@@ -78,21 +78,6 @@ def test_the_native_program_stores_what_torch_stores(dtype: torch.dtype, kind: s
         assert torch.equal(stored(given, getattr(torch, kind)), kept)
 
 
-@needs_kernels
-@pytest.mark.parametrize("other", [torch.float32, torch.float16, torch.float64], ids=str)
-def test_a_cache_in_a_dtype_that_no_kernel_reads_is_left_to_modules(other: torch.dtype) -> None:
-    lm = CausalLM(build("llama", torch.bfloat16))
-    assert lm.execution.program is not None
-    heads, size = lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads
-    cache = lm.new_cache(1)
-    for layer in cache.layers:
-        layer.begin(*(torch.zeros(1, heads, 1, size, dtype=other) for _ in range(2)))
-    count, tokens = lm.execution.program.num_runs, Nodes.from_chains([[1, 2]])
-    recorder = lm._recorder
-    assert lm.execution.program.forward(tokens, cache, 0, range(2), recorder, False) is None
-    assert lm.execution.program.num_runs == count
-
-
 # -- what is computed --------------------------------------------------------------------------------------------------
 
 
@@ -202,11 +187,6 @@ def test_a_changed_model_keeps_its_cache() -> None:
     model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=True)
     assert lm.refresh()
     assert read(lm, [1, 2])[1].layers[0].keys.dtype == torch.int8
-
-
-def test_a_name_that_says_nothing_new_is_auto() -> None:
-    lm = CausalLM(build("llama", torch.bfloat16), kv_cache_dtype="bfloat16")
-    assert lm.new_cache().dtype is None
 
 
 def test_what_cannot_be_stored_is_refused_by_name() -> None:

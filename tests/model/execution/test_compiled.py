@@ -14,9 +14,7 @@ from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 
 from compiled_models import ALL, UNCOMPILED, build
-from foredraft import LLM, SamplingParams
 from foredraft.drafters.parts.layer_set import LayerSet, skipping
-from foredraft.model import layouts
 from foredraft.model import nodes as nodes_of
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.execution import compiled_layers
@@ -25,7 +23,6 @@ from foredraft.model.execution.inductor import Segment
 from foredraft.model.execution.native_program import NativeProgram
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes, Wanted
-from foredraft.native import library as native
 from foredraft.native.build import cpp_compiler
 from foredraft.native.library import library
 from foredraft.tree import DraftTree
@@ -61,6 +58,12 @@ def pair(pairs: dict[str, tuple[CausalLM, CausalLM]], name: str) -> tuple[Causal
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run modules, whatever the number of nodes; test_native_program.py is about forwards without them."""
     monkeypatch.setattr(NativeProgram, "is_possible", False)
+
+
+@pytest.fixture
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process so far."""
+    monkeypatch.setattr(compiled_layers, "_graphs", {})
 
 
 def compiled(model: PreTrainedModel, **options: Any) -> CausalLM:
@@ -106,12 +109,6 @@ def test_long_prompts_run_attention_in_blocks(name: str, pairs: Any, monkeypatch
     assert error(got, want) < 2e-5
 
 
-def test_rows_of_like_length_run_attention_together() -> None:
-    found = [list(rows) for rows in layouts._alike([100, 110, 900, 20, 30, 900], [1] * 6)]
-    assert found == [[0, 1], [2], [3, 4], [5]]
-    assert [list(rows) for rows in layouts._alike([900] * 3, [1, 1, 16])] == [[0, 1], [2]]
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_features_are_captured_between_compiled_layers(name: str, pairs: Any) -> None:
     eager, compiled = pair(pairs, name)
@@ -135,53 +132,6 @@ def test_models_that_cannot_be_compiled_run_packed_and_say_why(name: str, caplog
     assert [record.message for record in caplog.records if "run packed and not compiled" in record.message]
     eager, nodes = CausalLM(model, execution="eager", probe=False), Nodes.from_chains([[3, 4, 5]])
     assert error(lm.forward(nodes, filled(lm, [9])), eager.forward(nodes, filled(eager, [9]))) < 2e-5
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_row_keeps_its_bits(name: str, pairs: Any) -> None:
-    """Chains of ragged rows together, and their tokens one after another, alone."""
-    _, lm = pair(pairs, name)
-    promise = lm.guarantee("default")
-    if native.library() is None:
-        assert promise.kind == "up to rounding"
-        return
-    assert promise.kind == "bit-identical", promise.reason
-    chains = [[3, 4, 5, 6], [7], [9, 10]]
-    together = lm.forward(Nodes.from_chains(chains), filled_apart(lm, [9, 30, 17]))
-    for row, (chain, length) in enumerate(zip(chains, [9, 30, 17], strict=True)):
-        cache = filled_apart(lm, [length])
-        for number, token in enumerate(chain):
-            alone = lm.forward(Nodes.from_chains([[token]]), cache)
-            assert torch.equal(alone[0, 0], together[row, number])
-            cache.commit([[0]])
-
-
-def filled_apart(lm: CausalLM, lengths: list[int]) -> KVCache:
-    """As `filled`, each prompt read by itself."""
-    cache = lm.new_cache(len(lengths))
-    for row, length in enumerate(lengths):
-        chain = [(7 * i + length) % 60 for i in range(length)]
-        lm.forward(Nodes.from_chains([chain]), cache, first_row=row, keep=slice(0, 0))
-        cache.commit([range(length)], first_row=row)
-    return cache
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_speculative_text_is_plain_text(name: str) -> None:
-    """Greedy and sampled rows in one batch; a model is prepared for all methods."""
-    model = build(name, torch.float64)
-    prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [7, 8, 9], [11] * 12]
-    params = [
-        SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True) for temperature in (0.0, 1.0)
-    ]
-    plain = LLM(model, execution="packed")
-    drafting = [{"method": "ngram"}, {"method": "token_recycling"}, {"method": "layer_skip", "exit_layer": 1}]
-    texts = [
-        [output.outputs[0].token_ids for output in llm.generate(prompts * 2, [one for one in params for _ in prompts])]
-        for llm in (plain, *map(plain.with_speculative_config, drafting))
-    ]
-    assert texts[1:] == texts[:1] * len(drafting)
-    assert texts[0][: len(prompts)] != texts[0][len(prompts) :]
 
 
 def test_sublayers_are_left_out_of_compiled_layers(pairs: Any) -> None:
@@ -219,8 +169,8 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
     assert seen
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     run = CompiledLayer._attend
     monkeypatch.setattr(CompiledLayer, "_attend", lambda self, *given: run(self, *given) * 1.1)
     lm = compiled(build("llama"), probe=False)
@@ -228,10 +178,10 @@ def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.Monk
     assert "differs from its modules" in lm.execution.describe()
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("trouble", ["unwritable", "no compiler", "torch"])
 def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     if trouble == "unwritable":
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
@@ -261,8 +211,8 @@ def test_small_models_and_machines_without_a_compiler_are_not_compiled_by_themse
     assert not worth_compiling([large])
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     mine = str(tmp_path / "mine")  # torch makes relative paths absolute when inductor is imported
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     model = build("llama")
@@ -278,9 +228,9 @@ def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkey
     assert compiled(model, probe=False).execution.num_compiled == 2
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.full
 def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     mine = str(tmp_path / "mine")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     made: list[CausalLM] = []
@@ -315,7 +265,6 @@ def compile_and_fork() -> tuple[int, int, int]:
         may_go_on.wait(60)
         return compile_segment(*given)
 
-    compiled_layers._graphs.clear()
     compiled_layers.compile_segment = compile_slowly
     thread = threading.Thread(target=lambda: made.append(compiled(build("llama"), probe=False)))
     thread.start()
@@ -332,5 +281,6 @@ def compile_and_fork() -> tuple[int, int, int]:
     return status_of(early), status_of(late), made[0].execution.num_compiled
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_processes_fork_while_and_after_layers_are_compiled() -> None:
     assert forked(compile_and_fork) == [(0, 0, 2)]

@@ -16,8 +16,6 @@ from foredraft.model.execution.attention import grouped_sdpa
 from foredraft.model.execution.operators import Runner, product
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
-from foredraft.native import library as native
-from foredraft.native.packed_matmul import NativeMatrix
 from foredraft.testing import hostile_kernels, toy_model
 from foredraft.testing.hostile import KINDS, MOST_ROWS_OF_STEPS
 
@@ -92,14 +90,6 @@ def test_a_call_is_perturbed_by_its_kind_alone(name: str, dtype: torch.dtype) ->
     assert torch.equal(run(x), want)
     relative = (found - want).abs().max() / want.abs().max()
     assert 0 < relative <= 4 * torch.finfo(want.dtype).eps
-
-
-@pytest.mark.skipif(native.library() is None, reason="no kernels here")
-def test_own_products_are_not() -> None:
-    matrix, x = NativeMatrix(layer().weight.detach(), None, native.library()), drawn(3, INPUTS)
-    want = matrix(x)
-    with hostile_kernels():
-        assert torch.equal(matrix(x), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from foredraft.native import library as native
 from foredraft.native.build import instruction_set
 from foredraft.testing import hostile_kernels, toy_model
 from mutants import replaced
+from programs import printed
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -54,15 +54,7 @@ def run(environment: dict[str, str], folder: Path, *arguments: str) -> list[dict
     if environment is NO_COMPILER:
         given["FOREDRAFT_CACHE"] = str(folder)  # where no kernels lie
     command = [sys.executable, str(BENCHMARKS / "guarantee.py"), "--json", str(found), "--max-new-tokens", "16"]
-    done = subprocess.run(
-        [*command, "--temperatures", "0", "--batch-sizes", "5", *arguments],
-        env=given,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed([*command, "--temperatures", "0", "--batch-sizes", "5", *arguments], folder, given)
     cells: list[dict[str, object]] = json.loads(found.read_text())["cells"]
     return cells
 

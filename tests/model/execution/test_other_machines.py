@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.model.execution import packing
-from foredraft.model.execution.execution import apply_execution, choose_execution
-from foredraft.model.execution.packing import cpu_has_bfloat16, packable, packs
-from foredraft.model.reduced import shadow
 from foredraft.native import library as native
 from foredraft.testing import toy_model
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from programs import printed
 
 
 @pytest.fixture(params=["aarch64", "arm64"])
@@ -29,15 +23,6 @@ def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(packing.platform, "machine", lambda: request.param)
     monkeypatch.setattr(native, "instruction_set", lambda: None)
     return str(request.param)
-
-
-def test_nothing_is_packed(elsewhere: str) -> None:
-    assert not any(map(packs, DTYPES))
-    assert [choose_execution("auto", "cpu", dtype) for dtype in DTYPES] == ["eager"] * 3
-    assert not list(packable(toy_model()))
-    execution = apply_execution(shadow(toy_model()))
-    assert execution.describe() == "eager"
-    assert execution.why_not_native().startswith("it runs eagerly, since the library's own kernels need AVX2")
 
 
 def test_packed_is_refused_where_nothing_can_be_packed(elsewhere: str) -> None:
@@ -50,16 +35,11 @@ def test_packed_is_refused_where_nothing_can_be_packed(elsewhere: str) -> None:
 def test_rounded_weights_and_heads_run_without_kernels(elsewhere: str) -> None:
     """A reduced output of rounded weights once could not be packed there."""
     llm = LLM("zoo:tiny", "eagle3", quantization="int8", dtype="float32")
+    assert llm.target.execution.describe().startswith("eager")
+    assert "own kernels need AVX2" in llm.guarantee.reason
     params = SamplingParams(temperature=0, max_tokens=8)
     found, plain = (each.generate("Once", params)[0].outputs[0] for each in (llm, llm.with_speculative_config(None)))
     assert found.token_ids == plain.token_ids
-
-
-def test_bfloat16_is_asked_for_and_not_concluded_from_the_name(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    assert cpu_has_bfloat16() == torch.backends.mkldnn.is_available()
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert not cpu_has_bfloat16()
 
 
 ELSEWHERE = """
@@ -113,16 +93,8 @@ def test_the_package_works_where_the_operators_of_x86_are_missing(
     machine: str, has_onednn: bool, tmp_path: Path
 ) -> None:
     """Importing it once asked for an operator that torch's builds for Apple silicon lack."""
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, machine, str(has_onednn)],
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    kind, dtype, has_bfloat16, is_equal, length, refused, kernels = json.loads(done.stdout)
+    told = printed([sys.executable, "-c", ELSEWHERE, machine, str(has_onednn)], tmp_path, ENVIRONMENT)
+    kind, dtype, has_bfloat16, is_equal, length, refused, kernels = json.loads(told)
     assert (kind, is_equal, length, kernels) == ("eager", True, 24, None)
     assert "x86 CPU with AVX2" in refused
     assert has_bfloat16 == (dtype == "bfloat16")
@@ -157,15 +129,8 @@ OTHER_PYTHONS = [path for path in os.environ.get("FOREDRAFT_OTHER_PYTHONS", "").
 @pytest.mark.parametrize("python", OTHER_PYTHONS)
 def test_texts_are_those_of_plain_decoding_under_another_torch(python: str, tmp_path: Path) -> None:
     """The oldest supported torch runs packed, newer ones compile; drafts are accepted and change nothing under any."""
-    done = subprocess.run(
-        [python, "-c", OTHER_TORCH],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(foredraft.__file__).parents[1]), "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    version, execution, promise, found = json.loads(done.stdout.splitlines()[-1])
+    given = {"PATH": os.environ["PATH"], "PYTHONPATH": ENVIRONMENT["PYTHONPATH"], "HF_HUB_OFFLINE": "1"}
+    told = printed([python, "-c", OTHER_TORCH], tmp_path, given)
+    version, execution, promise, found = json.loads(told.splitlines()[-1])
     said = f"torch {version}, {execution}, {promise}"
     assert all(both == [True, True] for both in found.values()), (said, found)

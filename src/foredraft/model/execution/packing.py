@@ -106,7 +106,7 @@ class PackedProduct:
 
     matrix: Matrix
     sizes: list[int]
-    _sums: list[torch.Tensor]
+    _sums: list[torch.Tensor] | None
     _weight_dtype: torch.dtype
 
     num_packed = 0
@@ -134,35 +134,6 @@ class PackedProduct:
             self._sums, self._weight_dtype = earlier._sums, earlier._weight_dtype
         if leaving is not None:
             self.release(leaving)
-
-    @classmethod
-    def taken(
-        cls,
-        layers: Sequence[nn.Module],
-        matrix: NativeMatrix | CodesMatrix,
-        sizes: Sequence[int],
-        sums: Sequence[torch.Tensor],
-        *,
-        dtype: torch.dtype,
-        weight_dtype: torch.dtype,
-        is_released: bool,
-    ) -> PackedProduct:
-        """Return a product from a matrix that another process has packed.
-
-        Args:
-          layers: layers of the same model.
-          sizes: their numbers of outputs.
-          sums: `row_sums` of their weights and biases.
-          is_released: True if their original weights were freed.
-        """
-        product = object.__new__(cls)
-        product.layers, product.matrix, product.sizes = tuple(layers), matrix, list(sizes)
-        product._codes = product._shared = None
-        product._dtype, product._weight_dtype, product._sums = dtype, weight_dtype, list(sums)
-        product.is_released = is_released
-        product.settle()
-        cls.num_packed += 1
-        return product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., outputs of all layers, concatenated)."""
@@ -229,8 +200,8 @@ class PackedProduct:
         return self.matrix.codes.rows(torch.arange(first, first + self.sizes[index]))
 
     def sums(self, index: int) -> torch.Tensor:
-        """Return the `row_sums` of one layer's original weight."""
-        return self._sums[index]
+        """Return sums that identify one layer's weight."""
+        return self.all_sums[index]
 
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether these are the tensors that were packed, with the same values.
@@ -243,7 +214,7 @@ class PackedProduct:
         return (
             same
             and self._weight_dtype == tensors[0].dtype
-            and all(map(torch.equal, map(row_sums, tensors), self._sums))
+            and all(map(torch.equal, map(row_sums, tensors), self.all_sums))
         )
 
     @property
@@ -257,8 +228,13 @@ class PackedProduct:
         return self._weight_dtype
 
     @property
-    def all_sums(self) -> Sequence[torch.Tensor]:
-        """`row_sums` of all weights, followed by those of all biases."""
+    def all_sums(self) -> list[torch.Tensor]:
+        """`row_sums` of all weights and all biases; if the original weights were freed, sums over the matrix."""
+        if self._sums is None and isinstance(self.matrix, CodesMatrix):
+            parts = [row_sums(part.flatten(1)) for name, part in self.matrix.parts.items() if name != "bias"]
+            self._sums = [torch.stack(parts).sum(0)] * len(self.layers)
+        elif self._sums is None:
+            self._sums = list(map(row_sums, torch.split(self.matrix.dense(), self.sizes)))
         return self._sums
 
     @property
@@ -277,8 +253,8 @@ class PackedProduct:
         return [layer.weight for layer in self.layers]  # type: ignore[misc]
 
     def _tensors(self) -> list[torch.Tensor]:
-        biases: list[torch.Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]  # type: ignore[misc]
-        return [*self._weights(), *biases]
+        biases = [getattr(layer, "bias", None) for layer in self.layers]  # an embedding has none
+        return [*self._weights(), *(bias for bias in biases if bias is not None)]
 
     def _pack(self, leaving: memory.PageReleaser | None = None) -> None:
         tensors = self._tensors()
@@ -288,14 +264,16 @@ class PackedProduct:
         bias = torch.cat(biases) if biases else None
         found = [list[torch.Tensor]() for _ in self.layers]
 
+        are_leaving = leaving is not None and all(weight in leaving for weight in self._weights())
+
         def see(number: int, piece: torch.Tensor | Codes) -> None:
-            """Add up the packed piece while it is in the processor's cache, and free the original."""
-            if isinstance(piece, Codes):  # the dequantised weight is stored nowhere else
-                found[number].append(row_sums(piece.dense().to(self._weight_dtype)))
-            elif type(self.layers[number]) is not Conv1D:
+            """Add up the packed piece while it is in the processor's cache, or free the original."""
+            if isinstance(piece, Codes) or type(self.layers[number]) is Conv1D:
+                return
+            if not are_leaving:
                 found[number].append(row_sums(piece))
-                if leaving is not None:
-                    leaving(piece)
+            if leaving is not None:
+                leaving(piece)
 
         if self._codes is None:
             weights = [dense_weight(layer) for layer in self.layers]
@@ -306,10 +284,13 @@ class PackedProduct:
             parts = [StoredCodes.of(each) if isinstance(each, Codes) else each for each in given]
             self.sizes = [part.shape[0] for part in parts]
             self.matrix = _codes_matrix(parts, bias, self._dtype, tensors[0].device, see)
+        PackedProduct.num_packed += 1
+        if are_leaving:  # nothing can compare them with the packed matrix, so that is added up if needed
+            self._sums = None
+            return
         of_weights = zip(self._weights(), found, strict=True)
         sums = [torch.cat(each) if each else row_sums(weight) for weight, each in of_weights]
         self._sums = [*sums, *map(row_sums, biases)]
-        PackedProduct.num_packed += 1
 
 
 class PackedLinear:

@@ -18,8 +18,15 @@ from transformers.pytorch_utils import Conv1D
 from foredraft.config.keywords import did_you_mean
 from foredraft.errors import ConfigError
 from foredraft.model.execution.execution import Execution
-from foredraft.model.execution.forwards import replacement
-from foredraft.model.execution.packing import PackedLinear, PackedProduct, dense_weight, release, unpacked_weight
+from foredraft.model.execution.forwards import replace_forward, replacement
+from foredraft.model.execution.packing import (
+    PackedLinear,
+    PackedProduct,
+    PackedRows,
+    dense_weight,
+    release,
+    unpacked_weight,
+)
 from foredraft.model.execution.sharing import (
     gives_rows,
     groups,
@@ -42,8 +49,8 @@ ROUNDINGS: dict[str, Rounding] = {
 }
 """Roundings by name. Every one of them rounds output embeddings to 8 bits."""
 
-STORED = "stored"
-"""Value of ``weights`` that selects the integer weights in the model's file."""
+STORED, DEQUANTIZED = "stored", "dequantized"
+"""Values of ``weights``: multiply by the integer weights in the model's file, or convert them to the dtype."""
 
 
 def check_weights(weights: str | None, quantization: str | None) -> None:
@@ -51,9 +58,12 @@ def check_weights(weights: str | None, quantization: str | None) -> None:
 
     Raises: ConfigError for an unknown value, and for stored weights together with ``quantization``.
     """
-    if weights not in (None, STORED):
-        raise ConfigError(f"weights is {weights!r}; use {STORED!r}, or None for weights converted to the dtype")
-    if weights is not None and quantization is not None:
+    if weights not in (None, STORED, DEQUANTIZED):
+        raise ConfigError(
+            f"weights is {weights!r}; use {STORED!r}, {DEQUANTIZED!r} for weights converted to the dtype, or None, "
+            f"which is {STORED!r} for a GGUF file on a CPU with kernels"
+        )
+    if weights == STORED and quantization is not None:
         raise ConfigError(
             f"weights={weights!r} multiplies by the integers in the file, and quantization={quantization!r} would "
             "round them again; use only one of the two"
@@ -128,20 +138,24 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
     """Make linear layers multiply by the integers that a file stores for them, and free their own weights.
 
     Args:
-      model: a model that no other code uses; its layers contain the dequantised values, in any dtype.
-      stored: integer weights by layer. Layers with the same input and the same kind of integers become one product.
+      model: a model that no other code uses; the weights of these layers are not read.
+      stored: integer weights by layer. Layers with the same input and the same kind of integers become one product. For
+        an input embedding that is not tied, rows are read from its own integers.
       dtype: dtype to which everything else is converted, and of the layers' inputs and outputs.
     """
-    tied = tied_embedding(model)
+    embedding, tied = model.get_input_embeddings(), tied_embedding(model)
     if tied is not None and model.get_output_embeddings() not in stored:
         tied = None
     leaving = make_ready(model, stored, tied)
     made = []
-    for group in groups(model, list(stored)):
+    for group in groups(model, [layer for layer in stored if layer is not embedding]):
         alike: dict[Kind, list[nn.Module]] = {}
         for layer in group:
             alike.setdefault(stored[layer].form.kind, []).append(layer)
         made += [PackedProduct(each, None, stored.__getitem__, dtype, leaving).put_in() for each in alike.values()]
+    if embedding in stored:
+        made.append(PackedProduct([embedding], None, stored.__getitem__, dtype, leaving))
+        replace_forward(embedding, PackedRows(PackedLinear(made[-1])))
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()

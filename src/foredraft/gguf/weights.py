@@ -1,0 +1,265 @@
+"""Reading of the tensors of a GGUF file as weights of a model of `transformers`, tensor by tensor, from a mapped file.
+
+llama.cpp names tensors in its own way, and stores the rows of query and key heads of some models in another order.
+transformers has a table of these changes. The order of rows is found by applying its code to the row numbers.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from foredraft.errors import CheckpointError, ConfigError
+from foredraft.gguf.blocks import TYPES
+from foredraft.gguf.header import INPUT, PLAIN, Header, TensorInfo
+from foredraft.model.building import released
+from foredraft.model.execution.rounding import roundable
+from foredraft.model.execution.sharing import gives_rows
+from foredraft.native import memory
+from foredraft.native.codes import Codes, StoredBlocks, StoredCodes, pieces
+from foredraft.native.library import KINDS, library
+
+
+@dataclass
+class Weights:
+    """Weights of a model.
+
+    Args:
+      state: tensors by parameter name; NaN for those in ``codes``.
+      codes: quantised weights by the name of their layer. They are read later.
+      kept, dequantised: numbers of matrices by type.
+    """
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    codes: dict[str, StoredCodes] = field(default_factory=dict)
+    kept: Counter[str] = field(default_factory=Counter)
+    dequantised: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def types(self) -> str:
+        """List of the types that stay quantised and of those that are dequantised."""
+        more = f"; dequantised are {_listed(self.dequantised)}" if self.dequantised else ""
+        return f"{_listed(self.kept)}{more}"
+
+    def codes_by_layer(self, model: nn.Module) -> dict[nn.Module, StoredCodes]:
+        """Return the quantised weights by module."""
+        return {model.get_submodule(name): codes for name, codes in self.codes.items()}
+
+
+def type_name(tensor: TensorInfo) -> str:
+    """Return llama.cpp's name of a tensor's type. The type must be known to gguf."""
+    import gguf
+
+    return gguf.GGMLQuantizationType(tensor.type_id).name
+
+
+def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype, *, as_stored: bool) -> Weights:
+    """Read all weights.
+
+    Args:
+      header: header of a file that passed ``check_readable``.
+      structure: the model on the meta device.
+      dtype: dtype of dequantised weights.
+      as_stored: keep matrices of linear layers and of embeddings quantised if their type has a kernel.
+
+    Raises: CheckpointError for a tensor of another shape than the model's; ConfigError if nothing stays quantised.
+    """
+    found, file, names = Weights(), _File(header), _Names(header, structure)
+    layers, looked_up = _layers(structure) if as_stored else ({}, set())
+    shapes = {name: weight.shape for name, weight in structure.named_parameters(remove_duplicate=False)}
+    for tensor in logging.tqdm(header.tensors, desc="reading tensors", leave=False):
+        name, order, is_turned = names.of(tensor)
+        if name is None:  # of another order than that of rows, or without a place in the model
+            names.convert(tensor, file.dense(tensor, torch.float32).numpy(), found.state)
+            file.leave(tensor)
+            continue
+        shape = torch.Size(tensor.shape[::-1] if is_turned else tensor.shape)
+        if shapes.get(name, shape) != shape:
+            raise CheckpointError(
+                f"{header.path} contains {tensor.name} of shape {tuple(tensor.shape)}, but the model that its metadata "
+                f"describes has {tuple(shapes[name])} there: it is damaged; download or convert the model again"
+            )
+        layer = layers.get(name)
+        codes = None if layer is None else file.codes(tensor, order)
+        if layer is not None and codes is not None:
+            found.codes[layer] = codes
+            found.kept[type_name(tensor)] += 1
+        elif tensor.type_id not in PLAIN and (layer is not None or tensor.name != INPUT):
+            found.dequantised[type_name(tensor)] += 1
+        if codes is not None and name not in looked_up:
+            found.state[name] = released(shape, dtype)
+            continue
+        dense = file.dense(tensor, dtype, order)
+        found.state[name] = dense.t().contiguous() if is_turned else dense
+        if codes is None:
+            file.leave(tensor)
+    found.state = {name: tensor.to(dtype) for name, tensor in found.state.items()}
+    if as_stored and not found.codes:
+        kinds = ", ".join(sorted({type_name(tensor) for tensor in header.tensors}))
+        raise ConfigError(
+            f"weights is 'stored', but {header.path} contains no matrix of a supported type (it contains {kinds}; "
+            f"supported are {', '.join(kind.name for kind in TYPES.values())}); leave weights out, or use "
+            "quantization='int8'"
+        )
+    return found
+
+
+def _layers(structure: PreTrainedModel) -> tuple[dict[str, str], set[str]]:
+    """Return the names of layers whose weight can stay quantised, by the name of the weight in a state.
+
+    The second value contains the weights that are needed dequantised as well: a tied embedding that does more than look
+    up rows.
+    """
+    linear = set(roundable(structure))
+    layers = {f"{name}.weight": name for name, module in structure.named_modules() if module in linear}
+    output, embedding = structure.get_output_embeddings(), structure.get_input_embeddings()
+    paths = {module: name for name, module in structure.named_modules()}
+    is_tied = output in linear and output.weight is embedding.weight
+    name = f"{paths[embedding]}.weight"
+    if is_tied:
+        layers[name] = paths[output]
+    elif gives_rows(embedding):
+        layers[name] = paths[embedding]
+    return layers, {name} if is_tied and not gives_rows(embedding) else set()
+
+
+class _Names:
+    """The names of weights in transformers and the order of their rows, from the table of transformers."""
+
+    def __init__(self, header: Header, structure: PreTrainedModel) -> None:
+        import gguf
+        from transformers import modeling_gguf_pytorch_utils as theirs
+
+        kind = theirs.TENSOR_PROCESSORS.get(header.architecture, theirs.TensorProcessor)
+        self._processor: Any = kind(config=structure.config.to_dict())
+        self._names: dict[str, str] = {}
+        architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+        table = gguf.get_tensor_name_map(architectures[header.architecture], structure.config.num_hidden_layers)
+        base = f"{structure.base_model_prefix}."
+        for full in structure.state_dict():
+            name = self._processor.preprocess_name(full)
+            stem, suffix = name, ""
+            if name.endswith((".weight", ".bias")):
+                stem, _, suffix = name.rpartition(".")
+                suffix = f".{suffix}"
+            found = table.get_name(stem) or table.get_name(stem.removeprefix(base))
+            if found is None:
+                self._processor.perform_fallback_tensor_mapping(self._names, suffix, "", name)
+            else:
+                self._names[found + suffix] = name
+
+    def of(self, tensor: TensorInfo) -> tuple[str | None, torch.Tensor | None, bool]:
+        """Return the name of a tensor; the order of its rows, None for that of the file; and whether it is transposed.
+
+        The name is None if the tensor is changed in another way.
+        """
+        if len(tensor.shape) != 2 or not tensor.num_elements:
+            return None, None, False
+        rows = tensor.shape[0]
+        numbers = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
+        state: dict[str, torch.Tensor] = {}
+        with suppress(Exception):  # code that needs the other numbers of a row as well
+            self.convert(tensor, numbers, state)
+        if len(state) != 1:
+            return None, None, False
+        ((name, made),) = state.items()
+        is_turned = made.shape == (2, rows) and rows != 2
+        found = made.t() if is_turned else made
+        order = (found[:, 0] / 2).long()
+        if found.shape != numbers.shape or not np.array_equal(numbers[order], found):
+            return None, None, False
+        is_same = bool((order == torch.arange(rows)).all())
+        return name, None if is_same else order, is_turned
+
+    def convert(self, tensor: TensorInfo, data: np.ndarray[Any, Any], state: dict[str, torch.Tensor]) -> None:
+        """Add the contents of a tensor to a state as transformers does. Tensors that it does not use are left out."""
+        made = self._processor.process(
+            weights=data, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": state}
+        )
+        if made.name in self._names:
+            state[self._names[made.name]] = torch.from_numpy(np.array(made.weights))
+
+
+class _File:
+    """The tensors of a file, which is mapped into memory."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        with header.path.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._data = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._pages = memory.PageReleaser([self._data])
+
+    def raw(self, tensor: TensorInfo) -> torch.Tensor:
+        """Return the bytes of a tensor, uint8 (rows, bytes)."""
+        import gguf
+
+        size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
+        count = tensor.shape[-1] // size * num_bytes
+        first = self.header.data_start + tensor.offset
+        return self._data[first : first + tensor.num_elements // size * num_bytes].view(-1, count)
+
+    def leave(self, tensor: TensorInfo) -> None:
+        """Release the pages of a tensor that will not be read again."""
+        if tensor.num_elements:
+            self._pages(self.raw(tensor))
+
+    def codes(self, tensor: TensorInfo, order: torch.Tensor | None) -> StoredCodes | None:
+        """Return the codes of a matrix, which are read later; None if its type has no kernel."""
+        kind = TYPES.get(tensor.type_id)
+        if kind is None:
+            return None
+        rows = self.raw(tensor)
+
+        def read(first: int, last: int) -> Codes:
+            return kind.codes(rows[first:last] if order is None else rows[order[first:last]])
+
+        blocks = StoredBlocks(rows, tensor.type_id, order, lambda: self.leave(tensor))
+        return StoredCodes(torch.Size(tensor.shape), kind.form, read, blocks)
+
+    def dense(self, tensor: TensorInfo, dtype: torch.dtype, order: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy of a tensor, dequantised."""
+        if not tensor.num_elements:
+            return torch.empty(tensor.shape, dtype=dtype)
+        rows = self.raw(tensor)
+        plain, kind, kernels = PLAIN.get(tensor.type_id), TYPES.get(tensor.type_id), library()
+        if plain is not None:
+            rows = rows.clone().view(plain)
+            dense = (rows if order is None else rows[order]).to(dtype)
+        elif kind is not None and kernels is not None and dtype in KINDS:
+            inputs, given = tensor.shape[-1], None if order is None else order.contiguous()
+            dense = torch.empty(len(rows), inputs, dtype=dtype)
+            at = None if given is None else given.data_ptr()
+            kernels.read_blocks(
+                *(tensor.type_id, inputs, rows.data_ptr(), at, len(rows)),
+                *(KINDS[dtype], dense.data_ptr(), torch.get_num_threads()),
+            )
+        else:
+            shape, parts = (len(rows), tensor.shape[-1]), []
+            for first, last in pieces(shape):
+                part = rows[first:last] if order is None else rows[order[first:last]]
+                parts.append((_dequantised(part, tensor) if kind is None else kind.codes(part).dense()).to(dtype))
+            dense = torch.cat(parts)
+        return dense.view(tensor.shape)
+
+
+def _dequantised(rows: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
+    """Return the weights in rows of blocks, as the package gguf reads them."""
+    import gguf
+
+    return torch.from_numpy(gguf.dequantize(rows.contiguous().numpy(), gguf.GGMLQuantizationType(tensor.type_id)))
+
+
+def _listed(types: Mapping[str, int]) -> str:
+    """List types with their counts: ``210 of Q4_1 and 1 of Q8_0``."""
+    return " and ".join(f"{count} of {name}" for name, count in Counter(types).most_common())

@@ -1,0 +1,47 @@
+"""Construction of models of `transformers` from a configuration and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from foredraft.progress import no_progress_bars
+
+
+def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Build the modules of a model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def released(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a NaN of this shape that takes no memory, in place of a weight that is stored elsewhere."""
+    return torch.full((), torch.nan, dtype=dtype).expand(shape)
+
+
+def build(
+    kind: type, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[Any, list[str], list[str]]:
+    """Build a model from its tensors, which it keeps.
+
+    Args:
+      kind: class of the model.
+      config: its configuration, without quantisation settings.
+      state: tensors of this dtype by name; of tied weights one is enough.
+      dtype: dtype of the model.
+
+    Returns: the model in evaluation mode; the names of its weights that are not in ``state``, which have random values;
+      and the names in ``state`` that it does not have.
+    """
+    with no_progress_bars():
+        model, report = kind.from_pretrained(  # type: ignore[attr-defined]
+            None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
+        )
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        given = state.get(name)
+        if given is not None and weight.data_ptr() != given.data_ptr():
+            weight.data = given  # transformers copies tensors whose rows share memory
+    return model.eval(), sorted(report["missing_keys"]), sorted(report["unexpected_keys"])

@@ -1,0 +1,173 @@
+// Quantised blocks of ggml, read from a file: packed as the codes of a matrix, or dequantised.
+//
+// Source: block layouts of ggml (ggml-org/ggml, ggml-common.h).
+
+#include "abi.h"
+#include "places.h"
+#include "threads.h"
+#include "vectors.h"
+
+#include <string.h>
+
+namespace {  // keeps the names local to this file
+
+enum Type { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };  // ggml's numbers
+
+// Contents of a block. A weight is (code - middle) * multiple * scale, or code * multiple * scale + zero_multiple * zero.
+struct Block {
+  uint8_t codes[256];
+  int8_t multiples[16], zero_multiples[16];  // of its groups
+  Float16 scale, zero;
+};
+
+struct Shape {
+  int64_t size, bytes, group, middle;  // weights and bytes of a block; weights of a group
+  bool has_zeros, has_multiples;       // has_multiples: several groups share a scale in half precision
+};
+
+Shape shape_of(int64_t type) {
+  switch (type) {
+    case Q4_0: return {32, 18, 32, 8, false, false};
+    case Q4_1: return {32, 20, 32, 0, true, false};
+    case Q5_0: return {32, 22, 32, 16, false, false};
+    case Q5_1: return {32, 24, 32, 0, true, false};
+    case Q8_0: return {32, 34, 32, 128, false, false};
+    case Q4_K: return {256, 144, 32, 0, true, true};
+    case Q5_K: return {256, 176, 32, 0, true, true};
+    default: return {256, 210, 16, 32, false, true};
+  }
+}
+
+Float16 half_at(const uint8_t* from) {
+  Float16 half;
+  memcpy(&half, from, 2);
+  return half;
+}
+
+Float16 negative(Float16 half) { return {(uint16_t)(half.bits ^ 0x8000)}; }
+
+// Writes the lower halves of `count` bytes as codes, followed by their upper halves.
+void take_halves(const uint8_t* from, int64_t count, uint8_t* codes) {
+  for (int64_t i = 0; i < count; ++i) codes[i] = from[i] & 15, codes[count + i] = from[i] >> 4;
+}
+
+// Adds fifth bits, which four bytes contain, to 32 codes.
+void add_fifths(const uint8_t* from, uint8_t* codes) {
+  for (int64_t i = 0; i < 32; ++i) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
+}
+
+// Reads scale and zero of a superblock, and those of its eight groups, which have six bits each.
+void take_scales(const uint8_t* from, Block& to) {
+  to.scale = half_at(from), to.zero = negative(half_at(from + 2));
+  const uint8_t *lower = from + 4, *middle = from + 8, *upper = from + 12;
+  for (int64_t i = 0; i < 4; ++i) {
+    to.multiples[i] = lower[i] & 63, to.multiples[4 + i] = (upper[i] & 15) | (lower[i] >> 2 & 48);
+    to.zero_multiples[i] = middle[i] & 63, to.zero_multiples[4 + i] = upper[i] >> 4 | (middle[i] >> 2 & 48);
+  }
+}
+
+void take_block(int64_t type, const uint8_t* from, Block& to) {
+  switch (type) {
+    case Q8_0:
+      to.scale = half_at(from);
+      for (int64_t i = 0; i < 32; ++i) to.codes[i] = from[2 + i] ^ 128;
+      return;
+    case Q4_0: to.scale = half_at(from), take_halves(from + 2, 16, to.codes); return;
+    case Q4_1: to.scale = half_at(from), to.zero = half_at(from + 2), take_halves(from + 4, 16, to.codes); return;
+    case Q5_0:
+      to.scale = half_at(from), take_halves(from + 6, 16, to.codes), add_fifths(from + 2, to.codes);
+      return;
+    case Q5_1:
+      to.scale = half_at(from), to.zero = half_at(from + 2);
+      take_halves(from + 8, 16, to.codes), add_fifths(from + 4, to.codes);
+      return;
+    case Q4_K:
+      take_scales(from, to);
+      for (int64_t part = 0; part < 4; ++part) take_halves(from + 16 + 32 * part, 32, to.codes + 64 * part);
+      return;
+    case Q5_K:
+      take_scales(from, to);
+      for (int64_t part = 0; part < 4; ++part) take_halves(from + 48 + 32 * part, 32, to.codes + 64 * part);
+      for (int64_t group = 0; group < 8; ++group)
+        for (int64_t i = 0; i < 32; ++i) to.codes[32 * group + i] |= (from[16 + i] >> group & 1) << 4;
+      return;
+    case Q6_K:
+      to.scale = half_at(from + 208);
+      memcpy(to.multiples, from + 192, 16);
+      for (int64_t half = 0; half < 2; ++half) {
+        uint8_t* codes = to.codes + 128 * half;
+        const uint8_t* upper = from + 128 + 32 * half;
+        take_halves(from + 64 * half, 64, codes);
+        for (int64_t part = 0; part < 4; ++part)
+          for (int64_t i = 0; i < 32; ++i) codes[32 * part + i] |= (upper[i] >> 2 * part & 3) << 4;
+      }
+      return;
+  }
+}
+
+void pack_row(const Matrix& matrix, int64_t type, const Shape& shape, const uint8_t* row, int64_t output) {
+  const Place place(matrix, output);
+  const int64_t groups = shape.size / shape.group;
+  Block block = {};
+  for (int64_t number = 0; number < matrix.inputs / shape.size; ++number) {
+    take_block(type, row + number * shape.bytes, block);
+    for (int64_t i = 0; i < shape.size; i += 8) place.write(number * shape.size + i, block.codes + i);
+    const int64_t first = place.of_group(number * groups);
+    if (!shape.has_multiples) {
+      ((Float16*)matrix.scales)[first] = block.scale;
+      if (shape.has_zeros) ((Float16*)matrix.zeros)[first] = block.zero;
+      continue;
+    }
+    const int64_t shared = (first / CODES_BLOCK >> matrix.half_shift) * CODES_BLOCK + place.lane;
+    ((Float16*)matrix.scale_halves)[shared] = block.scale;
+    if (shape.has_zeros) ((Float16*)matrix.zero_halves)[shared] = block.zero;
+    for (int64_t group = 0; group < groups; ++group) {
+      ((int8_t*)matrix.scales)[first + group * CODES_BLOCK] = block.multiples[group];
+      if (shape.has_zeros) ((int8_t*)matrix.zeros)[first + group * CODES_BLOCK] = block.zero_multiples[group];
+    }
+  }
+}
+
+template <typename T>
+void read_row(int64_t type, const Shape& shape, const uint8_t* row, int64_t inputs, T* out) {
+  Block block = {};
+  for (int64_t number = 0; number < inputs / shape.size; ++number, out += shape.size) {
+    take_block(type, row + number * shape.bytes, block);
+    const float shared = value_of(block.scale), shared_zero = value_of(block.zero);
+    for (int64_t group = 0; group < shape.size / shape.group; ++group) {
+      const float scale = shape.has_multiples ? shared * block.multiples[group] : shared;
+      const float zero = shape.has_multiples ? shared_zero * block.zero_multiples[group] : shared_zero;
+      for (int64_t i = group * shape.group, end = i + shape.group; i < end; ++i) {
+        const float value = (float)(block.codes[i] - shape.middle) * scale;  // rounded before the addition
+        store(out + i, shape.has_zeros ? value + zero : value);
+      }
+    }
+  }
+}
+
+}
+
+// Packs rows of blocks as outputs `first` and following of a matrix. `order`: the row of each output; null for the same.
+extern "C" void foredraft_pack_blocks(const Matrix* matrix, int64_t type, const uint8_t* rows, const int64_t* order,
+                                      int64_t first, int64_t count, int threads) {
+  const Shape shape = shape_of(type);
+  const int64_t bytes = matrix->inputs / shape.size * shape.bytes;
+  share_each(count, threads, [=](int64_t i, int) {
+    pack_row(*matrix, type, shape, rows + (order ? order[i] : i) * bytes, first + i);
+  });
+}
+
+// Dequantises rows of blocks, in float32 or half precision: (count, inputs). `order`: as above.
+extern "C" void foredraft_read_blocks(int64_t type, int64_t inputs, const uint8_t* rows, const int64_t* order, int64_t count,
+                                      int64_t kind, void* out, int threads) {
+  const Shape shape = shape_of(type);
+  const int64_t bytes = inputs / shape.size * shape.bytes;
+  share_each(count, threads, [=](int64_t i, int) {
+    const uint8_t* row = rows + (order ? order[i] : i) * bytes;
+    switch (kind) {
+      case BFLOAT16: return read_row(type, shape, row, inputs, (Bfloat16*)out + i * inputs);
+      case FLOAT16: return read_row(type, shape, row, inputs, (Float16*)out + i * inputs);
+      default: read_row(type, shape, row, inputs, (float*)out + i * inputs);
+    }
+  });
+}
