@@ -60,18 +60,6 @@ def test_scores_and_probs_have_to_fit() -> None:
 # --- literal trees -------------------------------------------------------------------------------------------------
 
 
-def test_derived_values_literal() -> None:
-    assert TREE.depths == (0, 1, 1, 2, 2, 3)
-    assert TREE.depth == 3
-    assert TREE.children == ((1, 2), (3, 4), (), (), (5,), ())
-    assert TREE.leaves == (2, 3, 5)
-    assert TREE.path(5) == (0, 1, 4, 5)
-    assert TREE.path_tokens(5) == (5, 7, 8)
-    assert TREE.child(1, 7) == 4
-    assert TREE.child(1, 9) is None
-    assert TREE.child(0, 7) is None
-
-
 def test_from_paths_keeps_the_first_nodes_under_a_limit() -> None:
     """The second path is cut after one new node; the third still finds its nodes, and the fourth no room."""
     tree = DraftTree.from_paths(1, [[5, 6], [5, 7, 8], [5, 7], [9]], max_nodes=4, source="ngram")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,8 @@ from foredraft.methods.rank_tree import RankTree
 from foredraft.model.lm import CausalLM
 from foredraft.sampling import noise
 from foredraft.testing import perturbed, toy_model
+from foredraft.tree import DraftTree
+from mutants import Apply, replaced, with_arguments, with_result
 
 VOCAB_SIZE = 4
 PROMPT = (0, 3, 0, 3, 1, 0, 3)
@@ -139,67 +142,46 @@ def test_typical_acceptance_has_another_distribution() -> None:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def replaces_the_residual_by_p(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(accept, "residual", lambda target_probs, *_: target_probs.double())
+def blurred(tree: DraftTree) -> DraftTree:
+    return tree if tree.probs is None else replace(tree, probs=(tree.probs + 1.0 / VOCAB_SIZE) / 2)
 
 
-def accepts_at_half_the_rate(patch: pytest.MonkeyPatch) -> None:
-    right = accept.RejectionNoise.uniform
-    patch.setattr(accept.RejectionNoise, "uniform", lambda self, *key: 0.5 + right(self, *key) / 2)
-
-
-def shares_one_stream(patch: pytest.MonkeyPatch) -> None:
-    """Draft draws, acceptance tests and residual draws all read the same numbers."""
-    right = noise.stream_key
-    for module in (noise, accept):
-        patch.setattr(module, "stream_key", lambda *key: right(*key[:3], noise.Purpose.DRAFT))
-
-
-def forgets_the_drawn_sibling(patch: pytest.MonkeyPatch) -> None:
-    """The second sibling is tested as if it had been drawn with replacement."""
-    patch.setattr(accept, "without", lambda draft_probs, _: draft_probs.double())
-
-
-def blurs_the_distribution_of_the_draft(patch: pytest.MonkeyPatch) -> None:
-    """The distribution handed over is not the one that was drawn from."""
-    right = DraftModelDrafter.propose
-
-    def propose(self: Any, *args: Any) -> Any:
-        from dataclasses import replace
-
-        trees = right(self, *args)
-        return [
-            tree if tree.probs is None else replace(tree, probs=(tree.probs + 1.0 / VOCAB_SIZE) / 2) for tree in trees
-        ]
-
-    patch.setattr(DraftModelDrafter, "propose", propose)
-
-
-FAULTS = [
-    ("chain", "standard", replaces_the_residual_by_p, 600),
-    ("chain", "block", accepts_at_half_the_rate, 600),
-    ("chain", "standard", shares_one_stream, NUM_SAMPLES),
-    ("tree", "standard", forgets_the_drawn_sibling, NUM_SAMPLES),
+FAULTS: dict[str, Apply] = {
+    "p instead of the residual": replaced(accept, "residual", lambda target_probs, *_: target_probs.double()),
+    "half the rate": with_result(accept.RejectionNoise, "uniform", lambda found, call: 0.5 + found / 2),
+    "one stream for draft, test and residual": with_arguments(
+        noise, "stream_key", lambda call: {"purpose": noise.Purpose.DRAFT}
+    ),
+    "siblings drawn with replacement": replaced(accept, "without", lambda draft_probs, _: draft_probs.double()),
+    "another distribution handed over": with_result(
+        DraftModelDrafter, "propose", lambda trees, call: [blurred(tree) for tree in trees]
+    ),
+}
+FAULTY = [
+    ("chain", "standard", "p instead of the residual", 600),
+    ("chain", "block", "half the rate", 600),
+    ("chain", "standard", "one stream for draft, test and residual", NUM_SAMPLES),
+    ("tree", "standard", "siblings drawn with replacement", NUM_SAMPLES),
     *(
         pytest.param(*case, 2 * NUM_SAMPLES, marks=pytest.mark.full)
         for case in (
-            ("tree", "standard", replaces_the_residual_by_p),
-            ("chain", "block", replaces_the_residual_by_p),
-            ("chain", "standard", accepts_at_half_the_rate),
-            ("chain", "block", shares_one_stream),
-            ("chain", "standard", blurs_the_distribution_of_the_draft),
-            ("tree", "standard", blurs_the_distribution_of_the_draft),
-            ("chain", "block", blurs_the_distribution_of_the_draft),
+            ("tree", "standard", "p instead of the residual"),
+            ("chain", "block", "p instead of the residual"),
+            ("chain", "standard", "half the rate"),
+            ("chain", "block", "one stream for draft, test and residual"),
+            ("chain", "standard", "another distribution handed over"),
+            ("tree", "standard", "another distribution handed over"),
+            ("chain", "block", "another distribution handed over"),
         )
     ),
 ]
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "acceptance", "fault", "num_samples"), FAULTS)
+@pytest.mark.parametrize(("kind", "acceptance", "fault", "num_samples"), FAULTY)
 def test_a_broken_rule_is_found_out(
-    kind: str, acceptance: str, fault: Any, num_samples: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, acceptance: str, fault: str, num_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact_distribution()
-    fault(monkeypatch)
+    FAULTS[fault](monkeypatch)
     assert p_value(kind, acceptance, num_samples) < 1e-9

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import random
 import sys
-import tracemalloc
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -204,20 +202,6 @@ class TestAgainstTransformers:
                 drawn = noise.gumbel(torch.tensor([7]), torch.tensor([positions[i]]), torch.arange(vocab_size))[0]
                 assert tokens[i] == int((result[i].double() + drawn).argmax())
 
-    @settings(max_examples=60, deadline=None)
-    @given(st.integers(0, 2**32))
-    def test_path_is_as_good_as_a_committed_prefix(self, number: int) -> None:
-        """A node of a draft has the same distribution as the same tokens once they are committed."""
-        generator = random.Random(number)
-        params = random_params(generator, 12)
-        prompt = generator.choices(range(12), k=generator.randint(1, 10))
-        path = generator.choices(range(12), k=generator.randint(1, 6))
-        logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(number)) * 3
-        drafted, committed = sampler_of(params, 12, prompt), sampler_of(params, 12, prompt, path)
-        assert torch.equal(process(logits, [drafted], [path]), process(logits, [committed], [()]))
-        both = [choose(logits, [sampler], [p], [30]).item() for sampler, p in ((drafted, path), (committed, ()))]
-        assert both[0] == both[1]
-
     def test_a_history_of_many_different_tokens(self) -> None:
         params = SamplingParams(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3)
         prompt, output = range(100), [*range(50, 150), 60]
@@ -315,27 +299,6 @@ class TestTruncation:
         for vocab_size, num_rows in ((32_000, 4), (151_936, 2)):
             check_rows(kind, vocab_size, num_rows, SamplingParams(top_p=0.9))
             check_rows(kind, vocab_size, num_rows, SamplingParams(temperature=0.8))
-
-    @pytest.mark.full
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_ten_thousand_rows(self, kind: str) -> None:
-        """2,000 rows of each kind, vocabularies up to 150,000."""
-        sizes = ((64, 1000), (1000, 700), (8000, 200), (32_000, 80), (150_000, 20))
-        for vocab_size, num_rows in sizes:
-            generator = random.Random(vocab_size)
-            for _ in range(10):
-                top_p = generator.choice([0.3, 0.8, 0.9, 0.95, 0.99, generator.uniform(0.01, 0.999)])
-                temperature = generator.choice([0.6, 1.0, 1.4])
-                check_rows(kind, vocab_size, num_rows // 10, SamplingParams(top_p=top_p, temperature=temperature))
-
-    def test_dense_path_of_accelerators_chooses_alike(self) -> None:
-        logits = rows_of("language", 30, 700, torch.Generator().manual_seed(1))
-        keys = [noise.row_key(3, position) for position in range(30)]
-        for warper in (LogitsFilter(), LogitsFilter(top_p=0.9), LogitsFilter(0.7, 30, 0.9, 0.01)):
-            quick = choice.perturbed_best(warper, logits, keys, 4)
-            dense = choice.perturbed_best_dense(warper, logits, keys, 4)
-            assert torch.equal(quick[0], dense[0])
-            torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
 
     def test_an_accelerator_makes_noise_for_a_few_rows_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """512 nodes of a vocabulary of 128,000 took 0.5 GB for each of the tensors that noise is made of."""
@@ -487,27 +450,6 @@ class TestProcessors:
         assert torch.equal(scores, logits * 2)
         assert a.custom_processor_seconds > 0.0
 
-    def test_history_costs_no_more_with_context(self) -> None:
-        """A node neither walks nor copies the context: the index is asked once, the counts are of different tokens."""
-
-        def cost(length: int) -> tuple[int, int]:
-            params = SamplingParams(
-                repetition_penalty=1.1, presence_penalty=0.1, no_repeat_ngram_size=3, bad_words_ids=[[4, 5, 6]]
-            )
-            sampler = sampler_of(params, 50, [i % 50 for i in range(length)])
-            logits = torch.randn(1, 50)
-            lines = num_events("line", lambda: choose(logits, [sampler], [(1, 2)], [length + 2]))
-            tracemalloc.start()
-            try:
-                choose(logits, [sampler], [(1, 2)], [length + 2])
-                return lines, tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
-
-        (short_lines, short_bytes), (long_lines, long_bytes) = cost(100), cost(20_000)
-        assert long_lines == short_lines
-        assert long_bytes < short_bytes + 20_000
-
     def test_bad_words_are_not_ignored_for_want_of_a_tokenizer(self) -> None:
         with pytest.raises(ConfigError, match="bad_words_ids, or a tokenizer"):
             sampler_of(SamplingParams(bad_words=["no"]), 9)
@@ -602,29 +544,18 @@ class TestArgmax:
         assert torch.equal(choice.argmax(logits[:, None]), expected[:, None])
 
 
-def num_events(kind: str, run: Callable[[], object]) -> int:
-    """Calls of functions written in Python, or lines of theirs ("call" or "line"), that a call takes."""
-    found: Counter[str] = Counter()
-
-    def count(_: object, event: str, __: object) -> Any:
-        found[event] += 1
-        return count
-
-    run()  # what is made once, at the first call
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return found[kind]
-
-
-class TestCost:
-    """What the host does between two forwards: Python that grows with the rows is what made steps of batches slow."""
-
-    @pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}, {}], ids=str)
-    def test_sampled_rows_without_a_hundred_calls_each(self, values: dict[str, Any]) -> None:
-        sampler = sampler_of(SamplingParams(temperature=0.8, **values), 5000)
-        logits = rows_of("language", 8, 5000, torch.Generator().manual_seed(1)).bfloat16()
-        assert num_events("call", lambda: choose(logits, [sampler] * 8, [()] * 8, list(range(8)))) < 8 * 40
+@pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}, {}], ids=str)
+def test_sampled_rows_take_no_hundred_calls_each(values: dict[str, Any]) -> None:
+    """Python that grows with the rows is what made steps of batches slow."""
+    sampler = sampler_of(SamplingParams(temperature=0.8, **values), 5000)
+    logits = rows_of("language", 8, 5000, torch.Generator().manual_seed(1)).bfloat16()
+    calls: list[str] = []
+    for _ in range(2):  # the first call makes what later ones use
+        calls.clear()
+        before = sys.gettrace()
+        sys.settrace(lambda frame, event, _: calls.append(event))
+        try:
+            choose(logits, [sampler] * 8, [()] * 8, list(range(8)))
+        finally:
+            sys.settrace(before)
+    assert 0 < len(calls) < 8 * 40

@@ -9,6 +9,7 @@ import torch
 
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
+from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter, Needs, StepResult
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
@@ -67,7 +68,7 @@ def next_token(
     requests: Sequence[tuple[list[int], object]],
 ) -> int:
     """Plain decoding's choice after a text, under the seed and positions of the row it belongs to."""
-    engine = Engine(target, Silent())
+    engine = Engine(target, EmptyDrafter())
     prompt = next(list(prompt) for prompt, _ in requests if tokens[: len(prompt)] == prompt)
     row = engine.add_request(prompt, params)[0]
     row.extend(text[len(prompt) :])
@@ -75,10 +76,3 @@ def next_token(
     row.num_prompt_tokens = len(text)  # so that all of it is prefilled; the sampler was told what is output
     first = next(outputs[0] for outputs in engine.run() if outputs)
     return first.token_ids[0]
-
-
-class Silent(Drafter):
-    name = "silent"
-
-    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
-        return [DraftTree.root(row.pending) for row in rows]

@@ -15,7 +15,6 @@ from test_drafters import DRAFTERS
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from drafting import layer_skip, quantized_self
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.compose import FirstDrafter, UnionDrafter
@@ -60,9 +59,6 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
     made: dict[str, Callable[[], Drafter]] = {
         "chain": lambda: DraftModelDrafter(CausalLM(model), **own),
         "tree": lambda: DraftModelDrafter(CausalLM(model), **own, num_branches=3),
-        "layer_skip": lambda: layer_skip(depth),
-        "layer_skip_tree": lambda: layer_skip(depth, num_branches=2),
-        "quantized_self": lambda: quantized_self(depth),
     }
     for sign, composed in (("+", UnionDrafter), ("-then-", FirstDrafter)):
         if sign in kind:
@@ -108,7 +104,7 @@ def test_a_step_makes_one_target_forward_and_few_draft_forwards(
 
 
 @pytest.mark.parametrize(("batch_size", "temperature"), [(5, 0.9), pytest.param(1, 0.0, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["layer_skip", "layer_skip_tree", "quantized_self", "rest+layer_skip"])
+@pytest.mark.parametrize("kind", ["layer-skip", "layer-skip-tree", "quantized-self", "sparse-kv", "rest+layer-skip"])
 def test_a_step_runs_every_layer_of_the_target_once_when_it_drafts_for_itself(
     kind: str, batch_size: int, temperature: float
 ) -> None:
@@ -117,7 +113,7 @@ def test_a_step_runs_every_layer_of_the_target_once_when_it_drafts_for_itself(
     engine = Engine(target(), drafter_of(kind, models()[1], depth))
     for i in range(batch_size):
         engine.add_request(PROMPTS[i % len(PROMPTS)], SamplingParams(max_tokens=12, temperature=temperature, seed=3))
-    own, seen, num_draft_forwards = id(target()._shadow), set(), 0
+    own, seen, num_draft_forwards = id(target().shadow), set(), 0
     while engine.has_unfinished:
         is_decoding = len(engine.decoding_rows) == engine.num_running > 0
         with counted(id) as counts:

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
-from test_drafters import KNOWING, REQUESTS, VOCAB_SIZE, run, stored, target
+from test_drafters import KNOWING, VOCAB_SIZE, stored
 
-from drafting import StubRow, made, started
+from drafting import made, started
 from foredraft import LLM, SamplingParams
-from foredraft.drafters.compose import FirstDrafter, UnionDrafter
 from foredraft.drafters.lookup.nasd import NGramStorage
 from foredraft.drafters.lookup.suffix import SuffixDrafter
-from foredraft.drafters.parts.growth import GrowingDraft
-from foredraft.engine.drafter import Drafter, DrafterFacts, Features, PromptChunk, StepResult
-from foredraft.engine.row import Row
+from foredraft.engine.drafter import Drafter, StepResult
 from foredraft.errors import ConfigError, TokenizerMismatchError
 from foredraft.retrieval.history import OutputHistory
 from foredraft.testing import PROMPTS, toy_model
 from foredraft.tree import DraftTree
 
 # -- as new as the text --------------------------------------------------------------------------------------------
-
-
-class Ranked(Features):
-    """What the target ranked high after every token."""
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        self._rows = torch.tensor(rows)
-
-    def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
-        return self._rows[list(nodes), :k]
 
 
 def proposal(drafter: Drafter, row: Any, budget: int = 8) -> DraftTree:
@@ -100,82 +84,12 @@ def test_an_output_that_was_right_is_forgotten_later() -> None:
     assert history.match([20, 21]) is None
 
 
-def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
-    drafter = made("token_recycling", 3, VOCAB_SIZE, max_draft_nodes=10, initial_state="vocabulary")
-    drafter.needs(target(), target().new_cache(1))
-    before = drafter._start.candidates
-    run(drafter, REQUESTS[:1])
-    assert (drafter._start.candidates == before).all()
-
-
-def test_candidates_of_the_prompt_stand_behind_their_tokens() -> None:
-    """The text's own successors first, then what the target ranked high in the same place."""
-    drafter, row = made("token_recycling", 3, 9, num_candidates=3, max_draft_nodes=4), StubRow(0, [4, 5, 6])
-    for chunk in (PromptChunk(0, 2, Ranked([[1, 2, 3], [3, 1, 7]])), PromptChunk.end_of(row)):
-        drafter.start([row], [chunk])
-    assert row.state[drafter].matrix.candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
-
-
 def test_every_node_of_a_tree_of_counts_follows_its_own_path() -> None:
     """Trigrams: what follows 1 7 is not what follows 2 7."""
     storage = NGramStorage(3, 2)
     storage.extend([0, 1, 7, 8, 0, 2, 7, 9, 0, 1, 7, 8, 0, 2, 7, 9, 0], [], first=1)
     tree = storage.draft([7, 50, 0], 3)
     assert paths(tree) == {(1,), (1, 7), (1, 7, 8), (2,), (2, 7), (2, 7, 9)}
-
-
-def test_a_path_ends_where_the_nodes_do() -> None:
-    draft = GrowingDraft(cast("Row", SimpleNamespace(pending=9)), 99)
-    draft.add_path([1, 2, 3, 4], 3)
-    assert draft.tree("").tokens == (9, 1, 2)
-    draft.add_path([1, 5], 3)
-    assert len(draft.tokens) == 3
-
-
-class Fixedly(Drafter):
-    """One token below every pending token."""
-
-    def __init__(self, name: str, guess: Callable[[Any], int]) -> None:
-        self.facts, self._guess = DrafterFacts(name), guess
-        self.told: list[StepResult] = []
-        self.learned: list[torch.Tensor] = []
-
-    def observe(self, rows: Sequence[Any], results: Sequence[StepResult]) -> None:
-        self.told += results
-        self.learned += [result.committed.top_ids(1, range(len(result.emitted)))[:, 0] for result in results]
-
-    def propose(self, rows: Sequence[Any], budgets: Sequence[int]) -> list[DraftTree]:
-        pairs = zip(rows, budgets, strict=True)
-        return [DraftTree.chain(row.pending, [self._guess(row)][:budget], source=self.name) for row, budget in pairs]
-
-
-def test_a_composition_learns_whom_to_believe() -> None:
-    """A part that is always wrong is worth ever less, also where the room is for one node."""
-    (plain,) = run(made("ngram", 0), [REQUESTS[0]])
-    text = plain.token_ids
-
-    def right(row: Any) -> int:
-        return text[len(row.token_ids)]
-
-    for composed in (
-        UnionDrafter([Fixedly("wrong", lambda row: right(row) ^ 1), Fixedly("right", right)], max_nodes=2),
-        FirstDrafter([Fixedly("wrong", lambda row: right(row) ^ 1), Fixedly("right", right)], min_expected=0.4),
-    ):
-        (row,) = run(composed, [(REQUESTS[0][0], replace(REQUESTS[0][1], max_tokens=12))])
-        assert tuple(row.output_ids) == tuple(text[len(REQUESTS[0][0]) :])
-        assert row.stats.num_accepted_draft_tokens >= 3
-
-
-def test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it() -> None:
-    """Unless it asks for its own nodes: one token was accepted here, and this part drafted another."""
-    text = run(made("ngram", 0), [REQUESTS[0]])[0].token_ids
-    right = Fixedly("right", lambda row: text[len(row.token_ids)])
-    wrong = Fixedly("wrong", lambda row: text[len(row.token_ids)] ^ 1)
-    run(UnionDrafter([right, wrong]), [(REQUESTS[0][0], replace(REQUESTS[0][1], max_tokens=3))])
-    first = len(REQUESTS[0][0])
-    for part in (right, wrong):
-        assert part.learned[0].tolist() == text[first : first + 2]
-    assert (wrong.told[0].path, right.told[0].path) == ((0,), (0, 1))
 
 
 # -- between requests ----------------------------------------------------------------------------------------------

@@ -155,6 +155,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
         "token_recycling", depth, VOCAB_SIZE, num_candidates=3, initial_state="vocabulary"
     ),
     "token-recycling-empty": lambda depth: made("token_recycling", depth, VOCAB_SIZE, initial_state="empty"),
+    "token-recycling-text": lambda depth: made("token_recycling", depth, VOCAB_SIZE, initial_state="text"),
     "layer-skip": layer_skip,
     "layer-skip-tree": partial(layer_skip, num_branches=3),
     "quantized-self": quantized_self,
@@ -258,7 +259,7 @@ KNOWING: dict[str, Callable[[], Drafter]] = {
     name: partial(DRAFTERS[name], 4)
     for name in (
         *("ngram-tree", "nasd-tree", "nasd-single-random", "jacobi", "jacobi-from-prompt", "lookahead", "suffix"),
-        "token-recycling",
+        *("token-recycling", "token-recycling-vocabulary"),
     )
 }
 STORED = ((0, 1, 2, 3, 4, 5), (7, 2, 9, 9), (5, 6, 8))

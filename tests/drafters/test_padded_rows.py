@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
-import test_medusa_hydra
+import test_drafters
 
-import eagle_heads
 import toys
-from drafting import layer_skip, sparse_kv, sparse_model
 from foredraft import LLM
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.heads.eagle import EagleDrafter
-from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.drafters.parts.rows import FedNodes
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
-from foredraft.methods.lengths import LengthPolicy
-from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED
 from harness import random_ids
 
@@ -34,42 +27,21 @@ UNDRAFTED = [((0, 2), SAMPLED), ((0, 2, 3), GREEDY), ((0, 1, 2), SAMPLED)]
 """Of five rows: a slot between the others, two of them, and none."""
 
 
-def draft_model(**options: Any) -> DraftModelDrafter:
-    return DraftModelDrafter(toys.small(), target_vocab_size=toys.VOCAB_SIZE, policy=LengthPolicy(DEPTH), **options)
-
-
-def eagle(**options: Any) -> EagleDrafter:
-    """Of a sharpness that is given: what it learns of one row, others would be drafted for with."""
-    given = {"num_branches": 3, "reranks": True, "max_nodes": 9, "sharpness": 1.0, **options}
-    target = eagle_heads.target()
-    head = eagle_heads.trained(3)
-    return EagleDrafter(head, target, target_vocab_size=target.vocab_size, policy=LengthPolicy(DEPTH), **given)
-
-
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "draft_model": draft_model,
-    "draft_model, trees": lambda: draft_model(num_branches=2, beam_width=2),
-    "draft_model over a view": lambda: sparse_model(toys.small(), "streaming", DEPTH),
-    "draft_model over a view that is voted for": lambda: sparse_model(toys.small(), "snapkv", DEPTH, num_branches=2),
-    "eagle3": eagle,
-    "eagle3, chains": lambda: eagle(num_branches=1, reranks=False, max_nodes=None),
-    "medusa": lambda: test_medusa_hydra.make("medusa"),
-    "hydra": lambda: test_medusa_hydra.make("hydra"),
-    "hydra++": lambda: test_medusa_hydra.make("hydra++"),
-    "layer_skip": lambda: layer_skip(DEPTH),
-    "layer_skip, trees": lambda: layer_skip(DEPTH, num_branches=2, beam_width=2),
-    "sparse_kv": lambda: sparse_kv("streaming", DEPTH),
-    "sparse_kv, votes and trees": lambda: sparse_kv("snapkv", DEPTH, num_branches=2),
+    name: partial(test_drafters.DRAFTERS[name], DEPTH)
+    for name in (
+        *("draft-model", "draft-model-tree", "sparse-model", "sparse-model-voting-tree", "medusa", "hydra", "hydra++"),
+        *("layer-skip", "layer-skip-tree", "sparse-kv", "sparse-kv-voting-tree"),
+    )
 }
+for _name, _growth in (("eagle3", {}), ("eagle3-chain", {"num_branches": 1, "reranks": False, "max_nodes": None})):
+    # of a sharpness that is given: what it learns of one row, others would be drafted for with
+    DRAFTERS[_name] = partial(test_drafters.eagle_drafter(3, sharpness=1.0, **_growth), DEPTH)
 
 
-def target(method: str) -> CausalLM:
-    return eagle_heads.target() if method.startswith("eagle") else toys.target()
-
-
-def run(lm: CausalLM, drafter: Drafter, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Row]:
+def run(drafter: Drafter, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Row]:
     """Run requests together; those that come together lie in the cache in their order."""
-    engine = Engine(lm, drafter)
+    engine = Engine(toys.target(), drafter)
     rows = [engine.add_request(prompt, params)[0] for prompt, params in requests]
     while not all(row.output_ids for row in rows):
         engine.step()
@@ -89,12 +61,12 @@ def wanted(params: SamplingParams) -> SamplingParams:
 @cache
 def alone(method: str, place: int, params: SamplingParams) -> Row:
     """A row by itself, with a drafter of its own."""
-    return run(target(method), DRAFTERS[method](), [(TEXTS[place], wanted(params))])[0]
+    return run(DRAFTERS[method](), [(TEXTS[place], wanted(params))])[0]
 
 
 @cache
 def plain(params: SamplingParams) -> list[list[int]]:
-    rows = run(toys.target(), EmptyDrafter(), [(text, wanted(params)) for text in TEXTS])
+    rows = run(EmptyDrafter(), [(text, wanted(params)) for text in TEXTS])
     return [row.output_ids for row in rows]
 
 
@@ -104,7 +76,7 @@ def check(method: str, undrafted: Sequence[int], params: SamplingParams) -> None
         (text, replace(wanted(params), num_speculative_tokens=0 if place in undrafted else None))
         for place, text in enumerate(TEXTS)
     ]
-    rows = run(target(method), DRAFTERS[method](), requests)
+    rows = run(DRAFTERS[method](), requests)
     assert [row.output_ids for row in rows] == plain(params)
     drafted = [place for place in range(len(rows)) if place not in undrafted]
     assert [counts(rows[place]) for place in drafted] == [counts(alone(method, place, params)) for place in drafted]
@@ -112,9 +84,7 @@ def check(method: str, undrafted: Sequence[int], params: SamplingParams) -> None
     assert [rows[place].stats.num_draft_tokens for place in undrafted] == [0] * len(undrafted)
 
 
-ALIKE = frozenset(
-    ("draft_model, trees", "draft_model over a view", "eagle3, chains", "medusa", "hydra", "layer_skip", "sparse_kv")
-)
+ALIKE = {"draft-model-tree", "sparse-model", "eagle3-chain", "medusa", "hydra", "layer-skip", "sparse-kv"}
 """Drafters whose rows are fed as those of others in the table."""
 
 
@@ -125,22 +95,6 @@ ALIKE = frozenset(
 def test_rows_that_lie_apart_are_drafted_for_as_alone(method: str) -> None:
     for undrafted, params in UNDRAFTED:
         check(method, undrafted, params)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "layer_skip"])
-def test_rows_that_are_taken_for_neighbours_are_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the slots between forgotten, texts would stay what they are, and drafts would be worse or none."""
-    original = FedNodes.__init__
-
-    def wrong(self: FedNodes, cache: Any, drafts: Any) -> None:
-        original(self, cache, drafts)
-        self._places = list(range(len(drafts)))
-
-    check(method, (0, 2), GREEDY)
-    monkeypatch.setattr(FedNodes, "__init__", wrong)
-    with pytest.raises((AssertionError, IndexError)):
-        check(method, (0, 2), GREEDY)
 
 
 # -- over the library's own kernels ------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from foredraft.classic.utils.logits_processor import GreedyProcessor, Multinomia
 from foredraft.cli import app
 from foredraft.errors import ConfigError
 from foredraft.methods import methods
-from foredraft.model.cache.ragged import KVCache
 from foredraft.sampling import precision
 from foredraft.testing import perturbed, toy_model
 from foredraft.zoo.manifest import root
@@ -262,29 +261,6 @@ def test_a_step_makes_one_copy_to_the_device_and_none_of_the_cache() -> None:
             assert max(step.copied_bytes / step.num_nodes for step in counted) < 10_000  # of nodes, not of columns
             if mode == "greedy":
                 assert max(step.num_operators for step in counted) <= operators * half.target.num_layers
-
-
-@torch.inference_mode()
-def test_a_commit_moves_columns_of_all_layers_by_one_operation() -> None:
-    """Two operations for the keys of every layer, and two for its values, were 120 of them for 30 layers."""
-    caches = [KVCache(3, num_rows=2, capacity=8, device=device) for device in ("cpu", DEVICE)]
-    generator = torch.Generator().manual_seed(0)
-    for length, path in ((0, (0, 2, 3)), (3, (0, 1, 3)), (6, (0, 2)), (8, (0, 2, 4))):
-        states = [[torch.rand(2, 2, 5, 4, generator=generator) for _ in range(2)] for _ in range(3)]
-        for kv in caches:
-            kv.open(0, 2, 5)  # grows behind 8 columns
-            for layer, pair in zip(kv.layers, states, strict=True):
-                layer.update(*(each.to(kv.device) for each in pair))
-        caches[0].commit([path, path[:2]])
-        with gpu_check.Operators(torch.device(DEVICE)) as operators:
-            caches[1].commit([path, path[:2]])
-        moves = {name: count for name, count in operators.counts.items() if name != "stack"}
-        assert moves == {"index": 1, "index_put_": 1}
-        assert operators.num_uploads == 1
-        assert caches[1].lengths[0] == length + len(path)
-        for here, there in zip(*(kv._buffers() for kv in caches), strict=True):
-            for row, end in enumerate(caches[0].lengths):
-                assert torch.equal(here[row, :, :end], there.cpu()[row, :, :end])
 
 
 @pytest.fixture

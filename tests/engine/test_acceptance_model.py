@@ -13,18 +13,6 @@ from foredraft.tree import DraftTree
 ROWS: Any = [SimpleNamespace(state={}) for _ in range(2)]
 
 
-def test_acceptance_is_learned_from_nodes_that_were_never_verified() -> None:
-    model = AcceptanceModel()
-    for number in range(60):
-        model.proposed(ROWS[0], DraftTree.chain(1, [2, 3, 4 + number % 2], source="x"), "x")
-        model.came(ROWS[0], [2, 3, 4])
-    chances = {node: chance for chance, node in model.best_nodes(ROWS[0], DraftTree.chain(1, [2, 3, 4]), 0.0)}
-    assert chances[1] > 0.5  # of another drafter, of which nothing is known
-    known = [chance for chance, _ in model.best_nodes(ROWS[0], DraftTree.chain(1, [2, 3, 4], source="x"), 0.0)]
-    assert known[0] > 0.9
-    assert known[2] / known[1] == pytest.approx(0.5, abs=0.1)
-
-
 def test_a_row_that_fares_badly_expects_less_than_another() -> None:
     model = AcceptanceModel()
     for number in range(40):
@@ -47,18 +35,6 @@ def test_a_row_that_fares_well_is_not_believed_level_by_level() -> None:
     assert model.factor(ROWS[0]) > 1.1 > 0.9 > model.factor(ROWS[1])
     assert lucky[0] > unlucky[0]
     assert lucky[3] / lucky[0] == pytest.approx(unlucky[3] / unlucky[0])
-
-
-def test_what_scores_are_worth_is_learned() -> None:
-    """Where no node like one was seen, its score counts as far as those of its drafter were right."""
-    model = AcceptanceModel()
-    chain = DraftTree((1, 2), (-1, 0), scores=(1.0, 0.8), source="x")
-    for place in range(400):
-        model.proposed(ROWS[0], chain, "x")
-        model.came(ROWS[0], (2 if place % 5 < 2 else 9,))
-    assert model.rate("x", 1, 0.8) == pytest.approx(0.4, abs=0.1)
-    assert model.rate("x", 1, 0.5) == pytest.approx(0.25, abs=0.06)
-    assert model.rate("y", 1, 0.5) == 0.5
 
 
 # -- heads beside their validation -------------------------------------------------------------------------------------

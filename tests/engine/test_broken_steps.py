@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from cuts import cut_at, spread
 from foredraft import LLM, SamplingParams
-from foredraft.engine.drafter import listens
-from foredraft.engine.drafts import Drafts
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
 from foredraft.heads.eagle_layouts import write_eagle
@@ -23,12 +22,9 @@ from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foredraft.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foredraft.methods import methods
 from foredraft.model.cache.ragged import KVCache
-from foredraft.model.lm import CausalLM
 from foredraft.retrieval.build import from_tokens
 from foredraft.testing import toy_model
 
-PROMPTS = ["Once upon a time there was a", "How many apples does Tom have? Tom has", "A lion", "The", "Once upon a"]
-PARAMS = SamplingParams(temperature=1, max_tokens=8, seed=5)
 CONFIGS: list[Any] = [
     *(({"method": name, **method.sample}) for name, method in methods().items()),
     {"method": "draft_model", "num_draft_branches": 2, "num_speculative_tokens": 3},
@@ -47,9 +43,7 @@ def mark_of(name: str) -> Any:
     return pytest.mark.slow if name.startswith(("layer_skip", "eagle3", "union")) else pytest.mark.full
 
 
-def entries() -> list[Any]:
-    names = ["-".join(map(str, config.values())) for config in CONFIGS]
-    return [pytest.param(config, id=name, marks=mark_of(name)) for config, name in zip(CONFIGS, names, strict=True)]
+NAMED = {"-".join(map(str, config.values())): config for config in CONFIGS}
 
 
 def head_of(method: str, folder: Path) -> str:
@@ -69,31 +63,6 @@ def head_of(method: str, folder: Path) -> str:
         shape = EagleShape(3 if method == "eagle3" else 1, layer, size, streams, depth)
         write_checkpoint(folder, *write_eagle(EagleHead(shape)))
     return str(folder)
-
-
-class Interrupt(BaseException):
-    """What Ctrl-C does, at a chosen place."""
-
-
-def breaking(function: Callable[..., Any], num_calls: int, *, after: bool) -> Callable[..., Any]:
-    """The function, raising on its n-th call, before or after its work, and sound otherwise."""
-    calls = [0]
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == num_calls and not after:
-            raise Interrupt
-        result = function(*args, **kwargs)
-        if calls[0] == num_calls:
-            raise Interrupt
-        return result
-
-    return broken
-
-
-@cache
-def plain() -> LLM:
-    return LLM("zoo:tiny", dtype="float32", max_num_seqs=2)
 
 
 @cache
@@ -133,64 +102,54 @@ def completed(config: Any, folder: Path) -> Any:
     return {**config, "exit_layer": 1} if method == "layer_skip" else config
 
 
-@cache
-def expected() -> list[Any]:
-    return tokens(plain().generate(PROMPTS, PARAMS))
-
-
 def tokens(outputs: list[Any]) -> list[Any]:
     return [sample.token_ids for output in outputs for sample in output.outputs]
 
 
-def places(llm: LLM) -> list[tuple[Any, str, int]]:
-    """Where a step may be cut off: owner, name, and at which call."""
-    made = llm.drafting.new_drafter()
-    drafter = type(made)
-    verbs = [(drafter, name, 2) for name in (("propose", "observe") if listens(made) else ("propose",))]
-    forwards = [(CausalLM, "forward", number) for number in (1, 2, 4)]  # of the target or of a draft model
-    return [*verbs, (drafter, "start", 1), (Drafts, "end", 1), *forwards]
-
-
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("config", entries())
-def test_who_only_waited_finishes_with_the_plain_tokens(
-    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark_of(name)) for name in NAMED])
+def test_who_only_waited_finishes_with_the_plain_tokens(name: str, tmp_path: Path) -> None:
     """Two rows run at once, so those of the second call wait, as does the third row of the first call."""
-    llm = toy().with_speculative_config(completed(config, tmp_path))
+    llm = toy().with_speculative_config(completed(NAMED[name], tmp_path))
     prompts, wanted = given(TOY_IDS), expected_of_toy()
-    for number, (owner, name, num_calls) in enumerate(places(llm)):
-        setting = f"{owner.__name__}.{name}, call {num_calls}"
-        first = llm.stream(prompts[:3], TOY_PARAMS)
-        second = llm.stream(prompts[3:], TOY_PARAMS)
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, breaking(getattr(owner, name), num_calls, after=number % 2 == 0))
-            with pytest.raises(Interrupt):
-                list(first)
-        assert [sample.outputs[0].finish_reason for sample in first.outputs()].count("abort") >= 1, setting
-        assert llm.num_unfinished <= 2, setting  # the third row of the first call does not wait any more
+
+    def streams() -> list[Any]:
+        return [llm.stream(prompts[:3], TOY_PARAMS), llm.stream(prompts[3:], TOY_PARAMS)]
+
+    first, second = streams()
+    num_lines = cut_at(None, lambda: [next(first) for _ in range(4)])
+    first.close(), second.close()
+    left = []
+    for number in spread(num_lines, 8):
+        first, second = streams()
+        cut_at(number, partial(list, first))
+        left.append(llm.num_unfinished)
+        first.close()
+        assert [sample.outputs[0].finish_reason for sample in first.outputs()].count("abort") >= 1, number
         list(second)
-        assert tokens(second.outputs()) == wanted[3:], setting
-        assert llm.num_unfinished == 0, setting
+        assert tokens(second.outputs()) == wanted[3:], number
+        assert llm.num_unfinished == 0, number
+    assert set(left) <= {2, 5}  # all rows of the first call, or none where it was cut off outside of a step
+    assert left.count(2) > 4
     assert tokens(llm.generate(prompts[:3], TOY_PARAMS)) == wanted[:3]
 
 
 @pytest.mark.full
 def test_whoever_steps_is_spared_the_error_of_others() -> None:
     """The processor of the first call raises while the second one, which waits, steps the engine."""
-    llm = plain().with_speculative_config("draft_model")
+    llm, prompts = toy().with_speculative_config("ngram"), given(TOY_IDS)
 
     def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("broken")
 
-    first = llm.stream(PROMPTS[:3], replace(PARAMS, logits_processors=[broken]))
-    assert tokens(llm.generate(PROMPTS[3:], PARAMS)) == expected()[3:]
+    first = llm.stream(prompts[:3], replace(TOY_PARAMS, logits_processors=[broken]))
+    assert tokens(llm.generate(prompts[3:], TOY_PARAMS)) == expected_of_toy()[3:]
     with pytest.raises(RuntimeError, match="broken"):
         list(first)
 
 
 def test_an_error_that_belongs_to_no_row_ends_whoever_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = plain().with_speculative_config("none")
+    llm = toy().with_speculative_config("none")
 
     def full(self: KVCache, *args: Any) -> None:
         raise MemoryError
@@ -198,39 +157,58 @@ def test_an_error_that_belongs_to_no_row_ends_whoever_meets_it(monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "add_rows", full)
         with pytest.raises(MemoryError):
-            llm.generate(PROMPTS, PARAMS)
+            llm.generate(given(TOY_IDS), TOY_PARAMS)
     assert llm.num_unfinished == 0
-    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
+    assert tokens(llm.generate(given(TOY_IDS), TOY_PARAMS)) == expected_of_toy()
 
 
-def test_a_close_that_is_cut_off_tells_those_whose_rows_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_that_is_cut_off_tells_those_whose_rows_it_ends(tmp_path: Path) -> None:
     """They would step for ever, waiting for rows that the engine does not have any more."""
-    llm = plain().with_speculative_config("draft_model")
-    first, second, third = (llm.stream(prompt, PARAMS) for prompt in PROMPTS[:3])
-    next(first)
-    next(second)
-    with monkeypatch.context() as patch:
-        patch.setattr(Drafts, "end", breaking(Drafts.end, 1, after=False))
-        with pytest.raises(Interrupt):
-            first.close()
-    assert list(first) == []
-    with pytest.raises(Interrupt):
-        list(second)
-    list(third)
-    assert tokens(third.outputs()) == expected()[2:3]
-    assert llm.num_unfinished == 0
-    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
+    llm, prompts = toy().with_speculative_config(completed("draft_model", tmp_path)), given(TOY_IDS)
+
+    def begun() -> list[Any]:
+        streams = [llm.stream(prompt, TOY_PARAMS) for prompt in prompts[:3]]
+        next(streams[0]), next(streams[1])
+        return streams
+
+    sound = begun()
+    num_lines = cut_at(None, sound[0].close)
+    for stream in sound:
+        stream.close()
+    num_ended = 0
+    for number in spread(num_lines, 12):
+        streams = begun()
+        cut_at(number, streams[0].close)
+        for stream, want in zip(streams, expected_of_toy(), strict=False):
+            try:
+                list(stream)
+            except KeyboardInterrupt:
+                num_ended += 1
+            (said,) = tokens(stream.outputs())
+            assert said == want[: len(said)], number
+        assert said == expected_of_toy()[2], number  # of the one that waited
+        assert llm.num_unfinished == 0, number
+    assert num_ended > 0
+    assert tokens(llm.generate(prompts, TOY_PARAMS)) == expected_of_toy()
 
 
 def test_a_text_that_cannot_be_taken_in_ends_the_calls_with_rows_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step itself was sound, but what it gave did not reach those who wait for it."""
-    llm = plain().with_speculative_config("draft_model")
-    assert llm.tokenizer is not None
-    first, second = llm.stream(PROMPTS[:3], PARAMS), llm.stream(PROMPTS[3:], PARAMS)
+    llm = LLM("zoo:tiny", "draft_model", dtype="float32", max_num_seqs=2)
+    prompts = ["Once upon a time there was a", "How many apples? Tom has", "A lion", "The", "Once upon a"]
+    expected = tokens(llm.generate(prompts, TOY_PARAMS))
+    first, second = llm.stream(prompts[:3], TOY_PARAMS), llm.stream(prompts[3:], TOY_PARAMS)
+    decode, calls = type(llm.tokenizer).decode, count()
+
+    def broken(*args: Any, **keys: Any) -> str:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return str(decode(*args, **keys))
+
     with monkeypatch.context() as patch:
-        patch.setattr(type(llm.tokenizer), "decode", breaking(type(llm.tokenizer).decode, 3, after=False))
-        with pytest.raises(Interrupt):
+        patch.setattr(type(llm.tokenizer), "decode", broken)
+        with pytest.raises(KeyboardInterrupt):
             list(first)
     list(second)
-    assert tokens(second.outputs()) == expected()[3:]
-    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
+    assert tokens(second.outputs()) == expected[3:]
+    assert tokens(llm.generate(prompts, TOY_PARAMS)) == expected

@@ -7,17 +7,6 @@ import pytest
 from foredraft.engine.cost_model import CostCurve, CostModel
 
 
-def test_a_step_that_was_slow_for_once_moves_little() -> None:
-    costs = CostModel({1: 0.02, 16: 0.03})
-    for _ in range(20):
-        costs.verified(1, 1, 0.02)
-        costs.verified(1, 8, 0.04)
-    before = costs.verify(1, 8)
-    costs.verified(1, 8, 4.0)
-    assert costs.verify(1, 8) == pytest.approx(before, rel=0.1)
-    assert before == pytest.approx(0.04, rel=0.05)
-
-
 def test_what_deep_drafts_took_each_time_is_believed_until_it_is_long_ago() -> None:
     costs = CostModel({1: 0.02})
     for _ in range(3):

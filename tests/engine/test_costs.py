@@ -11,23 +11,11 @@ import pytest
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import costs
 from foredraft.engine.cost_model import FEW, CostCurve
-from foredraft.engine.costs import Forward, StepCosts, filled_cache
+from foredraft.engine.costs import Forward, StepCosts
 from foredraft.engine.governor import new_governor
 from foredraft.engine.memory import bytes_per_token
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
-
-
-@pytest.fixture
-def lm() -> CausalLM:
-    return CausalLM(toy_model(), execution="eager", probe=False)
-
-
-def test_a_context_is_cut_to_what_the_model_has_room_for(lm: CausalLM) -> None:
-    assert lm.context_length == 256
-    cache, length = filled_cache(lm, 1000, 16)
-    assert (cache.lengths, length) == ([240], 240)
-
 
 # -- curves --------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_broken_steps import CONFIGS, completed, given, mark_of
+from test_broken_steps import NAMED as METHODS_BY_NAME
+from test_broken_steps import completed, given, mark_of
 
 from drafting import made
 from foredraft import LLM, SamplingParams
@@ -22,7 +23,7 @@ from foredraft.testing import check_cache_lengths, toy_model
 PROMPTS = [[5, 6, 7, 5, 6, 7] * 4, [9, 3] * 9, [2, 4] * 11, [11]]
 LIMIT = 60
 SMALL_VIEW = {"method": "sparse_kv", "kv_budget": 12, "kv_sinks": 2, "kv_refresh": 4}
-NAMED = {"-".join(map(str, config.values())): config for config in [*CONFIGS, SMALL_VIEW]}
+NAMED = {**METHODS_BY_NAME, "sparse_kv-12-2-4": SMALL_VIEW}
 METHODS = [
     pytest.param(
         config, id=name, marks=() if name in ("ngram", "sparse_kv-12-2-4") else mark_of(name) or pytest.mark.slow

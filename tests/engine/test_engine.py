@@ -21,7 +21,7 @@ from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
-from foredraft.errors import ConfigError, NumericsError, TreeError
+from foredraft.errors import ConfigError, NumericsError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import check_cache_lengths, perturbed, strengthen, toy_model
 from foredraft.tree import DraftTree
@@ -43,17 +43,10 @@ def small() -> CausalLM:
 
 def drafter_of(kind: str, model: CausalLM | None = None, **options: Any) -> Drafter:
     model = model or small()
-    if kind == "ngram":
-        return made("ngram", 4, prompt_lookup_min=1, num_prompt_lookup_candidates=2)
     if kind == "nasd":
         return made("nasd", 4, num_draft_branches=2)
-    if kind == "none":
-        return EmptyDrafter()
     branches = 2 if kind == "tree" else 1
     return DraftModelDrafter(model, target_vocab_size=64, num_branches=branches, num_speculative_tokens=3, **options)
-
-
-KINDS = ("none", "ngram", "nasd", "chain", "tree")
 
 
 def finish(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[tuple[int, ...]]:
@@ -138,17 +131,6 @@ class Repeater(Drafter):
         return [
             DraftTree.from_paths(row.pending, self.paths).cut(budget) for row, budget in zip(rows, budgets, strict=True)
         ]
-
-
-@pytest.mark.parametrize("token", [-1, 64])
-def test_a_draft_outside_of_the_vocabulary_is_refused(token: int) -> None:
-    with pytest.raises(TreeError, match="vocabulary"):
-        finish(Engine(target(), Repeater([token])), [(PROMPTS[0], GREEDY)])
-
-
-def test_block_verification_takes_the_main_chain_of_a_tree() -> None:
-    engine = Engine(target(), Repeater([1, 2], [3, 4]), EngineConfig(acceptance="block"))
-    assert [len(tokens) for tokens in finish(engine, REQUESTS)] == [len(tokens) for tokens in plain_outputs()]
 
 
 # -- rows that go bad ------------------------------------------------------------------------------------------------

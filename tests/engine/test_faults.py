@@ -1,4 +1,4 @@
-"""Faults stay in their row: of drafters, of logits processors, of tokenizers, of the model."""
+"""Faults stay in their rows: of drafters, processors, tokenizers and the model, and of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import torch
 
 import foredraft
 from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
+from cuts import cut_at, spread
 from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.drafters.none import EmptyDrafter
-from foredraft.engine.drafter import Drafter
+from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
+from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import RowState
-from foredraft.errors import NumericsError
+from foredraft.errors import MOST_CHARACTERS, NumericsError, PromptError, error_text, is_fatal
 from foredraft.model.lm import CausalLM
-from foredraft.testing import check_drafter, toy_model
+from foredraft.serve.errors import ApiError
+from foredraft.testing import PerfectDrafter, toy_model
 from foredraft.tree import DraftTree
+from tiny import tiny
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
@@ -81,24 +85,67 @@ def test_a_failing_drafter_changes_no_token_and_rows_that_it_did_not_touch_are_d
         assert sum(row.stats.num_draft_tokens for row in rows if row not in touched) > 0
 
 
-def test_drafting_ends_for_good_where_it_has_failed() -> None:
-    rows = run(failing(DRAFTERS["layer-skip"](), "propose", 2, RuntimeError("no"), after=True))
-    assert [row.stats.num_spec_steps for row in rows if row.stats.drafter_error] == [1, 1, 1]
-    assert all(row.stats.num_spec_steps > 1 for row in rows if not row.stats.drafter_error)
+def always_failing(verb: str, fault: BaseException, which: Callable[[Any], bool] = lambda rows: True) -> Drafter:
+    """A drafter whose verb fails for chosen rows."""
+    drafter = DRAFTERS["ngram"]()
+    sound = getattr(drafter, verb)
+
+    def broken(rows: Any, *others: Any) -> Any:
+        if which(rows):
+            raise fault
+        return sound(rows, *others)
+
+    setattr(drafter, verb, broken)
+    return drafter
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_what_concerns_all_is_not_contained(error: type[BaseException]) -> None:
-    with pytest.raises(error):
-        run(failing(DRAFTERS["ngram"](), "propose", 2, error(), after=False))
+def test_drafting_that_has_ended_stays_so_when_a_row_leaves_for_want_of_memory() -> None:
+    drafter = always_failing("observe", ValueError("no"), lambda rows: len(rows) == 3)
+    config = replace(CONTAINED, max_kv_bytes=576 * bytes_per_token(target()))
+    engine = Engine(target(), drafter, config)
+    rows = [engine.add_request([5, 6, 7] * 6, replace(params(i), max_tokens=125))[0] for i in range(3)]
+    while engine.has_unfinished:
+        engine.step()
+        if engine.profile.num_preemptions == 0:
+            drafted = [row.stats.num_spec_steps for row in rows]
+    assert engine.profile.num_preemptions
+    assert [row.stats.num_spec_steps for row in rows] == drafted
+    assert all(row.stats.drafter_error for row in rows)
 
 
-def test_checks_of_drafters_stay_loud() -> None:
-    def make(depth: int) -> Drafter:
-        return failing(made("ngram", depth, prompt_lookup_min=1), "observe", 3, ValueError("loud"), after=False)
+def test_a_long_message_is_passed_on_by_its_two_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """A processor that puts its scores into its message does not fill results and logs."""
+    fault = ValueError(f"begin{'x' * 48_000}end")
+    drafter = always_failing("propose", fault)
+    with caplog.at_level(logging.WARNING, logger="foredraft"):
+        rows = run(drafter)
+    messages = [
+        rows[0].stats.drafter_error,
+        error_text(fault),
+        error_text(PromptError(str(fault))),
+        str(ApiError(400, str(fault))),
+    ]
+    for message in messages:
+        assert "begin" in message
+        assert message.endswith("end")
+        assert len(message) <= MOST_CHARACTERS + len(" ... ")
+    assert len(caplog.messages[0]) < 2 * MOST_CHARACTERS
 
-    with pytest.raises(ValueError, match="loud"):
-        check_drafter(make, target(), depths=(2,))
+
+def test_memory_that_has_run_out_is_never_contained() -> None:
+    """torch says so in a plain RuntimeError where a CPU's allocator fails."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 58)
+    assert is_fatal(caught.value)
+    assert not is_fatal(RuntimeError("shapes do not fit"))
+    with pytest.raises(RuntimeError, match="allocate"):
+        run(always_failing("propose", caught.value))
+
+    def hungry(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise caught.value
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        run(EmptyDrafter(), given=lambda number: params(number, logits_processors=[hungry]))
 
 
 # -- processors ----------------------------------------------------------------------------------------------------
@@ -128,15 +175,6 @@ def test_a_failing_processor_ends_its_row_alone(method: str) -> None:
     assert [row.finish_reason for row in rows] == ["length", "error", "length", "length", "length"]
     assert rows[1].stop_reason == "LookupError: no such state"
     assert not any(row.stats.drafter_error for row in rows)
-
-
-def test_scores_of_another_shape_are_a_fault() -> None:
-    def given(number: int) -> SamplingParams:
-        return replace(params(number), logits_processors=[lambda _, scores: scores[:, :3]] if number == 1 else ())
-
-    rows = run(EmptyDrafter(), given=given)
-    assert "returned (1, 3); it must return scores (1, 64)" in str(rows[1].stop_reason)
-    assert [row.output_ids for row in rows[2:]] == plain()[2:]
 
 
 def test_a_call_tells_which_of_its_rows_have_failed_and_raises_when_all_have() -> None:
@@ -195,3 +233,115 @@ def test_numbers_that_are_none_are_told_to_be_the_models() -> None:
     assert len(errors) == 1
     assert isinstance(errors[0], NumericsError)
     assert "the model returned NaN logits" in str(rows[2].stop_reason)
+
+
+class Spoiler(Drafter):
+    """Leaves NaN in the target's cache, behind the columns that count, and drafts nothing, or something wrong."""
+
+    name = "spoiler"
+
+    def __init__(self, num_drafted: int) -> None:
+        self._num_drafted = num_drafted
+
+    def needs(self, target: CausalLM, cache: Any) -> Needs:
+        self._cache = cache
+        return Needs()
+
+    def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
+        for buffer in self._cache._buffers():
+            buffer[0, :, self._cache.lengths[0] : self._cache.lengths[0] + 12] = torch.nan
+        lengths = [min(self._num_drafted, budget) for budget in budgets]
+        return [DraftTree.chain(row.pending, [1] * length) for row, length in zip(rows, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("num_drafted", [0, 2])
+def test_what_a_drafter_leaves_in_the_cache_ends_no_row(num_drafted: int) -> None:
+    rows = run(Spoiler(num_drafted))
+    assert [(row.output_ids, row.finish_reason) for row in rows] == [(text, "length") for text in plain()]
+
+
+class Unreadable:
+    """A tokenizer that cannot read one of the tokens."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        if self.token in ids:
+            raise UnicodeError("no such token")
+        return "".join(chr(ord("0") + token) for token in ids)
+
+
+@pytest.mark.parametrize("num_drafted", [0, 3, 8])
+def test_a_text_ends_before_the_token_that_cannot_be_read_whatever_was_drafted(num_drafted: int) -> None:
+    """Stop strings are looked for; the tokens before the unreadable one stay."""
+    expected = plain()
+    bad = expected[1][6]
+    drafter = PerfectDrafter(
+        [[*text, *output] for text, output in zip(TEXTS, expected, strict=True)], num_drafted, vocab_size=VOCAB_SIZE
+    )
+    rows = run(drafter, given=lambda number: params(number, stop=["zz"]), tokenizer=Unreadable(bad))
+    for row, output in zip(rows, expected, strict=True):
+        cut = output.index(bad) if bad in output else len(output)
+        assert row.output_ids == output[:cut]
+        assert row.finish_reason == ("length" if cut == len(output) else "error")
+    assert rows[1].stop_reason == "UnicodeError: no such token"
+
+
+@pytest.mark.parametrize("others", [{}, {"stop": ["zz"]}, {"logprobs": 2}])
+def test_a_text_that_cannot_be_read_ends_its_own_row_of_a_call(
+    others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stop strings the engine reads it, without them the session does: the other rows and calls do not notice."""
+    llm = tiny().with_speculative_config("ngram")
+    prompts = ["Once upon a time", "How many apples? Tom has", "Once upon a"]
+    given = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **others)
+    sound = [output.outputs[0] for output in llm.generate(prompts, given)]
+    bad = next(token for token in sound[1].token_ids if all(token not in one.token_ids for one in sound[::2]))
+    place = sound[1].token_ids.index(bad)
+    decode = type(llm.tokenizer).decode
+
+    def broken(self: Any, ids: Any, *args: Any, **keys: Any) -> str:
+        if bad in list(ids):
+            raise UnicodeError("no such token")
+        return str(decode(self, ids, *args, **keys))
+
+    stream = llm.stream(prompts[0], given)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.tokenizer), "decode", broken)
+        found = [output.outputs[0] for output in llm.generate(prompts, given)]
+        assert [one.token_ids for one in found[::2]] == [one.token_ids for one in sound[::2]]
+        assert [one.text for one in found[::2]] == [one.text for one in sound[::2]]
+        assert found[1].token_ids == sound[1].token_ids[:place]
+        assert (found[1].finish_reason, found[1].stop_reason) == ("error", "UnicodeError: no such token")
+        assert sound[1].text.startswith(found[1].text)
+        assert found[1].text or place == 0
+        if "logprobs" in others:
+            assert [len(one.logprobs or ()) for one in found] == [12, place, 12]
+        with pytest.raises(UnicodeError, match="no such token"):
+            llm.generate(prompts[1], given)
+    assert "".join(delta.text for delta in stream) == sound[0].text
+    assert llm.num_unfinished == 0
+    assert llm.generate(prompts[1], given)[0].outputs[0].token_ids == sound[1].token_ids
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_governed")
+def test_an_llm_that_is_cut_off_at_any_line_goes_on() -> None:
+    """Also between taking the turn and the block that gives it back, and where a call has queued but half its rows."""
+    llm = LLM(toy_model(VOCAB_SIZE), "ngram", max_num_seqs=3)
+    prompts: list[Any] = [{"prompt_token_ids": text} for text in TEXTS]
+    given = [params(number) for number in range(len(TEXTS))]
+
+    def call() -> None:
+        llm.generate(prompts[:3], given[:3])
+
+    num_lines = cut_at(None, call)
+    for number in [*range(2, 60, 10), *spread(num_lines, 6)]:
+        cut_at(number, call)
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, given)]
+        assert found == plain(), number
+        assert llm.num_unfinished == 0, number
+        assert llm.memory.planned_share in (None, 0.0), number

@@ -104,9 +104,6 @@ def test_drafts_that_mostly_bring_nothing_are_made_for_those_that_are_sure() -> 
     assert never.run(governor(STEEP)) > 1.0 - BEARABLE
 
 
-# -- when it decides ---------------------------------------------------------------------------------------------------
-
-
 def taught(draft: Draft, curve: Mapping[int, float] = FLAT, level: float = 2.2, num_rows: int = 1) -> Governor:
     """A governor that has seen texts."""
     one = governor(curve)
@@ -399,16 +396,6 @@ def test_a_running_row_comes_back_to_a_drafter_that_needs_its_text_alone(method:
     (later,) = one.add_request(PROMPTS[1], PARAMS["greedy"])
     list(one.run())
     assert not later.is_plain
-
-
-@pytest.mark.usefixtures("_clock")
-def test_faults_of_a_governed_drafter_end_nothing_but_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = Repeater([1, 2])
-    works = drafter.propose
-    monkeypatch.setattr(drafter, "propose", lambda rows, sizes: works(rows, sizes)[: rows[0].num_output_tokens < 5])
-    rows = rows_of(governed(drafter, contains_faults=True, max_num_seqs=1), PARAMS["greedy"])
-    assert [row.output_ids for row in rows] == plain("greedy")
-    assert any("0 drafts for" in row.stats.drafter_error for row in rows)
 
 
 @pytest.mark.usefixtures("_clock")

@@ -53,15 +53,10 @@ def made(method: str, **keys: Any) -> Callable[[], Drafter]:
     return lambda: make_drafter(config, DrafterContext(target(), draft_model=small()))
 
 
-def heads(kind: type[MultiHeadDrafter] | type[MultiHeadDrafter]) -> Drafter:
-    growth: dict[str, Any] = {
-        "tree": RankTree.grown([[0.6, 0.1, 0.05]] * 3, 8),
-        "target_vocab_size": VOCAB_SIZE,
-        "max_depth": 3,
-    }
-    if kind is MultiHeadDrafter:
-        return MultiHeadDrafter(toy_heads.medusa_heads(), 2, **growth)
-    return MultiHeadDrafter(toy_heads.hydra_heads(True), 2, **growth)
+def heads(kind: str) -> Drafter:
+    tree = RankTree.grown([[0.6, 0.1, 0.05]] * 3, 8)
+    given = toy_heads.medusa_heads() if kind == "medusa" else toy_heads.hydra_heads(True)
+    return MultiHeadDrafter(given, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=3)
 
 
 VIEW = {"kv_budget": 48, "kv_refresh": 16, "num_speculative_tokens": 3}
@@ -79,8 +74,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "sparse_kv-snapkv": made("sparse_kv", kv_selector="snapkv", kv_window=16, **VIEW),
     "sparse_kv-model": made("sparse_kv", model="small", **VIEW),
     "ngram+suffix": made("ngram+suffix"),
-    "medusa": lambda: heads(MultiHeadDrafter),
-    "hydra++": lambda: heads(MultiHeadDrafter),
+    "medusa": lambda: heads("medusa"),
+    "hydra++": lambda: heads("hydra++"),
     "eagle2": lambda: EagleDrafter(
         eagle_heads.trained(1), target(), policy=LengthPolicy(3), num_branches=2, reranks=True, max_nodes=6,
         target_vocab_size=VOCAB_SIZE,
@@ -312,7 +307,6 @@ def test_nor_does_the_governor(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_work_that_grows_with_the_text_is_seen(waste: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a drafter that looks at the whole text in every step, in each of several ways."""
-    propose = Drafter.propose
 
     class Wasteful(type(made("none")())):
         def propose(self, rows: Any, budgets: Any) -> Any:
@@ -320,7 +314,6 @@ def test_work_that_grows_with_the_text_is_seen(waste: Callable[[Any], Any], monk
                 waste(row)
             return super().propose(rows, budgets)
 
-    assert Wasteful.propose is not propose
     short, long = (work_per_step(Wasteful(), length, GREEDY, monkeypatch) for length in (SHORT, LONG))
     with pytest.raises(AssertionError):
         check_flat(short, long)

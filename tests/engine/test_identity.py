@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from architectures import (
     ALWAYS,
     ARCHITECTURES,
     LONGROPE_BORDER,
-    VARIANTS,
     VOCAB_SIZE,
     but_variants,
     in_turns,
@@ -198,20 +196,6 @@ def test_a_few_allowed_tokens_are_drafted_for_as_well(drafter: str) -> None:
     compare(drafted(got), want, drafter)
     said = {token for output in got.outputs.values() for token in output}
     assert {3, 8, 9, 40} <= said <= set(allowed)
-
-
-def test_what_always_runs_covers_what_differs() -> None:
-    """Architectures with modes, and with a tree and others; drafters with modes, prompts with modes."""
-    modes = set(MODES)
-    assert all(set(row_modes(name)) == modes for name in NAMES)
-    assert {pair for name in NAMES for pair in enumerate(row_modes(name))} == set(product(range(len(PROMPTS)), modes))
-    batched, alone = (
-        {param.values[:2] for param in params if "full" not in {mark.name for mark in param.marks}}
-        for params in (BATCHED, ALONE)
-    )
-    always = {*NAMES} - VARIANTS
-    assert {name for name, drafter in batched if drafter == TREES} == always == {name for name, _ in alone}
-    assert {drafter for _, drafter in batched} == set(DRAFTERS)  # hence every drafter in every mode
 
 
 # -- the whole product -----------------------------------------------------------------------------------------------

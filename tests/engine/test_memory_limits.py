@@ -171,31 +171,6 @@ def test_where_memory_ends_the_step_breaks_off_and_a_plan_keeps_within_it() -> N
 # -- long texts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_requests", "length", "max_tokens"), [(6, 500, 100), (64, 4000, 130)])
-@pytest.mark.full
-@pytest.mark.parametrize("method", ["none", "ngram"])
-def test_long_texts_under_a_plan_for_few_finish_as_without_one(
-    num_requests: int, length: int, max_tokens: int, method: str
-) -> None:
-    """64 texts of 4,000 tokens where 8 fit; they grow until some have to leave, and are read again. float64."""
-    target, num_at_once = long_target(), max(2, num_requests // 8)
-    requests = [
-        (
-            text(i, length - i % 7),
-            SamplingParams(temperature=0.0 if i % 2 else 0.8, max_tokens=max_tokens, seed=i, ignore_eos=True),
-        )
-        for i in range(num_requests)
-    ]
-    free, *_ = run(target, EmptyDrafter(), requests)
-    size = num_at_once * (length + 192) * bytes_per_token(target)
-    drafter = made("ngram", 4, prompt_lookup_min=1) if method == "ngram" else EmptyDrafter()
-    rows, engine, most = run(target, drafter, requests, max_kv_bytes=size)
-    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
-    assert {row.finish_reason for row in rows} == {"length"}
-    assert most <= size
-    assert engine.profile.num_preemptions == sum(row.stats.num_preemptions for row in rows) > 0
-
-
 def test_in_float32_texts_part_only_where_two_tokens_tie() -> None:
     """What is read again is rounded otherwise; a difference needs a gap below 1e-4."""
     target = CausalLM(toy_model(64, dtype=torch.float32, max_position_embeddings=1024), execution="eager")

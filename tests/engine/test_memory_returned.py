@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from test_memory_plan import DRAFTERS, make_counted, params, text
 from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
-from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine import engine as engine_module
 from foredraft.engine import frontend
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.model.cache import storage
-from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import Nodes
 from foredraft.testing import toy_model
 
@@ -89,30 +86,6 @@ def test_a_long_row_that_has_ended_leaves_its_memory_while_others_run(monkeypatc
     assert [row.output_ids for row in rows] == [row.output_ids for row in free]
 
 
-def test_a_steady_load_moves_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 rows, one joining whenever one leaves, some of them long: nothing is allocated once all have been there."""
-    allocated, allocate = list[Any](), RaggedLayer._allocate
-    monkeypatch.setattr(RaggedLayer, "_allocate", staticmethod(lambda *args: allocated.append(args) or allocate(*args)))
-    engine = Engine(long_target(), EmptyDrafter(), EngineConfig(max_num_seqs=16))
-
-    def add(number: int) -> None:
-        length = 700 if number % 16 == 0 else 20 + number % 7
-        engine.add_request(long_text(number, length), SamplingParams(max_tokens=20, seed=number, ignore_eos=True))
-
-    def run(first: int) -> None:
-        for number in range(first, first + 16):
-            add(number)
-        for number in range(first + 16, first + 64):
-            while len(engine.running_rows) == 16 or engine.waiting_rows:
-                engine.step()
-            add(number)
-
-    run(0)
-    before = len(allocated)
-    run(64)
-    assert len(allocated) == before > 0
-
-
 def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native program, too, whose tables grow with positions; the answers stay the same."""
     has_rested = threading.Event()
@@ -143,11 +116,10 @@ def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.M
 
 def test_a_pause_does_not_keep_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend, "IDLE_SECONDS", 0.5)
-    llm, gone = LLM(toy_model()), threading.Event()
+    llm, gone, before = LLM(toy_model()), threading.Event(), {*threading.enumerate()}
     llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=4))
-    thread = llm._runner._idle_thread
-    assert thread is not None
-    weakref.finalize(llm._runner, gone.set)
+    (thread,) = {*threading.enumerate()} - before
+    weakref.finalize(llm.target, gone.set)
     del llm
     gc.collect()
     assert gone.is_set()

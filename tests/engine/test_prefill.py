@@ -11,14 +11,13 @@ import pytest
 
 from contained import VOCAB_SIZE, small, target
 from drafting import made
-from foredraft import LLM, SamplingParams
+from foredraft import SamplingParams
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.engine.row import Row
-from foredraft.errors import ConfigError
-from foredraft.testing import GREEDY, SAMPLED, check_cache_lengths, toy_model
+from foredraft.testing import GREEDY, SAMPLED, check_cache_lengths
 from harness import random_ids
 
 LENGTHS = (70, 5, 100, 3, 41, 6)
@@ -115,9 +114,3 @@ def test_prompts_are_read_together_where_nothing_runs() -> None:
         num_steps += 1
     assert num_steps == 3
     assert engine.num_running == len(engine.decoding_rows) == 4
-
-
-@pytest.mark.parametrize("name", ["long_prefill_token_threshold", "chunked_prefill_size", "max_num_batched_tokens"])
-def test_other_names_of_the_chunk_are_told_this_one(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=256: .*prefill_chunk_size"):
-        LLM(toy_model(VOCAB_SIZE), **{name: 256})

@@ -90,7 +90,7 @@ def test_only_new_text_is_fed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert of_target == [1 + len(TURN) - 1, 1]  # the prompt; then the pending token alone, for one token is wanted
     assert going_on.profile.num_prefill_tokens == len(PROMPTS[0]) - 1 + len(TURN)
     assert going_on.profile.num_cached_tokens == len(row.token_ids) - 1
-    if kind in ("chain", "tree"):
+    if kind == "tree":
         assert sum(of_drafter) <= len(TURN) + 5  # and what was drafted last, at most, which it had not fed itself
         assert sum(of_drafter) >= len(TURN)
 
@@ -348,39 +348,6 @@ def test_a_text_is_kept_once() -> None:
     assert len(store) == 1
     store.clear()
     assert len(store) == 0
-
-
-class Memory(str):
-    """What a drafter has left, which takes no memory."""
-
-    num_bytes = 0
-
-
-def test_memories_are_handed_to_their_owners_alone() -> None:
-    """The longest beginning for whom that serves, else the longest that its own engine has left."""
-    store, cache = PrefixStore(4), cache_with(6, 0)
-    heads, others = object(), object()
-    store.keep((1, 2, 3), cache, 0, 3, lambda: Memory("of heads"), heads)
-    store.keep((1, 2, 3, 4, 5, 6), cache, 0, 6, lambda: None, others)  # nothing to remember: for everybody
-    asked: list[object] = []
-
-    def recall(memory: object, num_tokens: int) -> int:
-        asked.append(memory)
-        return num_tokens if memory is not None else 0
-
-    assert store.load((1, 2, 3, 4, 9), cache, 1, recall, owner=heads) == 3
-    assert cache.lengths[1] == 3
-    assert "of heads" in asked
-    asked.clear()
-    assert store.load((1, 2, 3, 4, 9), cache, 1, lambda memory, count: asked.append(memory) or count, owner=others) == 4
-    assert set(asked) == {None}
-    assert store.load((1, 2, 3), cache, 1, recall, owner=heads) == 3  # of two that are as long, its own
-    store.keep((1, 2, 3, 4, 5, 6), cache, 0, 6, lambda: Memory("more of heads"), heads)  # in place of both
-    assert (len(store), store.num_tokens) == (1, 6)
-    assert store.load((1, 2, 3, 4, 9), cache, 1, recall, owner=heads) == 4
-    store.keep((1, 2), cache, 0, 2, lambda: pytest.fail("known already"), heads)
-    store.keep((1, 2), cache, 0, 2, lambda: Memory("of others"), others)  # who know nothing of the longer text
-    assert (len(store), store.num_tokens) == (2, 8)
 
 
 tokens = st.lists(st.integers(0, 2), max_size=12).map(tuple)

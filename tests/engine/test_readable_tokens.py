@@ -51,32 +51,16 @@ def generated(model: PreTrainedModel, prompt: list[int], **options: Any) -> list
     return found
 
 
-FIXED = {"length_policy": "fixed"}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
-    "ngram": {"method": "ngram", **FIXED},
-    "suffix": {"method": "suffix", **FIXED},
-    "nasd": {"method": "nasd", **FIXED},
-    "nasd, random": {"method": "nasd", "unknown": "random", **FIXED},
-    "token_recycling": {"method": "token_recycling", **FIXED},
-    "token_recycling, prompt": {"method": "token_recycling", "initial_state": "prompt", **FIXED},
-    "token_recycling, vocabulary": {"method": "token_recycling", "initial_state": "vocabulary", **FIXED},
-    "jacobi": {"method": "jacobi", **FIXED},
-    "lookahead": {"method": "lookahead", **FIXED},
-    "quantized_self": {"method": "quantized_self", **FIXED},
-    "sparse_kv": {
-        "method": "sparse_kv",
-        "kv_budget": 16,
-        "kv_sinks": 2,
-        "kv_window": 4,
-        "kv_selector": "snapkv",
-        **FIXED,
+    **{
+        name: {"method": name} for name in ("none", "ngram", "suffix", "nasd", "token_recycling", "jacobi", "lookahead")
     },
-    "ngram+suffix": {"method": "ngram+suffix"},
+    "nasd, random": {"method": "nasd", "unknown": "random"},
+    "token_recycling, prompt": {"method": "token_recycling", "initial_state": "prompt"},
+    "token_recycling, vocabulary": {"method": "token_recycling", "initial_state": "vocabulary"},
+    "sparse_kv": {"method": "sparse_kv", "kv_budget": 16, "kv_sinks": 2, "kv_window": 4, "kv_selector": "snapkv"},
 }
-
-
-QUICK = ("none", "nasd", "token_recycling, vocabulary", "jacobi", "ngram+suffix")
+QUICK = ("none", "nasd", "token_recycling, vocabulary", "jacobi", "draft_model", "ngram+suffix")
 
 
 @pytest.mark.parametrize(
@@ -85,18 +69,12 @@ QUICK = ("none", "nasd", "token_recycling, vocabulary", "jacobi", "ngram+suffix"
 def test_every_method_drafts_after_tokens_without_a_logit(
     model: PreTrainedModel, plain: list[list[int]], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tables by token have rows for all that can be read, and what only can be read is not drafted."""
-    outputs = LLM(model, CONFIGS[name]).generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
-    assert [output.outputs[0].token_ids for output in outputs] == plain
-    assert "has failed" not in caplog.text
-
-
-def test_a_draft_model_reads_what_it_does_not_know_as_its_last_token(
-    model: PreTrainedModel, plain: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
-    draft = perturbed(toy_model(NUM_LOGITS), 0.1)
-    llm = LLM(model, {"method": "draft_model", "model": draft, **FIXED})
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+    """Tables by token have rows for all that can be read, what only can be read is not drafted, and a draft model reads
+    what it does not know as its last token."""
+    config = CONFIGS[name] if name in ("none", "ngram+suffix") else {**CONFIGS[name], "length_policy": "fixed"}
+    if name == "draft_model":
+        config["model"] = perturbed(toy_model(NUM_LOGITS), 0.1)
+    outputs = LLM(model, config).generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
     assert [output.outputs[0].token_ids for output in outputs] == plain
     assert "has failed" not in caplog.text
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,10 @@ import foredraft
 from foredraft import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from foredraft.cli.options import SamplingOptions
 from foredraft.config.structured import MAX_CHARACTERS
-from foredraft.engine.acceptance_model import AcceptanceModel
-from foredraft.engine.drafts import _forced
 from foredraft.errors import ConfigError, GrammarError, NumericsError
 from foredraft.structured import grammars as grammars_module
 from foredraft.structured.forcing import Vocabulary
 from foredraft.structured.grammars import Grammars, written
-from foredraft.structured.matching import Matching
 from foredraft.testing import toy_model
 from foredraft.tree import DraftTree
 from schemas import HOSTILE, is_valid, random_schema
@@ -85,15 +81,15 @@ def vocabulary() -> Any:
     from llguidance.hf import from_tokenizer
 
     made = base()
-    return from_tokenizer(made.tokenizer, n_vocab=made.target.vocab_size, eos_token=list(made._eos_token_ids))
+    return from_tokenizer(made.tokenizer, n_vocab=made.target.vocab_size, eos_token=list(made.eos_token_ids))
 
 
 def mask_after(wanted: StructuredOutputs, tokens: list[int]) -> np.ndarray:
     """By a matcher of its own, which has taken in the whole output and nothing else."""
     matcher = llguidance.LLMatcher(vocabulary(), written(wanted), log_level=0)
-    if tokens and tokens[-1] in base()._eos_token_ids:
+    if tokens and tokens[-1] in base().eos_token_ids:
         only = np.zeros(base().target.vocab_size, dtype=bool)
-        only[list(base()._eos_token_ids)] = True
+        only[list(base().eos_token_ids)] = True
         return only
     if not matcher.consume_tokens(tokens):
         return np.zeros(base().target.vocab_size, dtype=bool)
@@ -221,7 +217,7 @@ def test_the_budget_ends_within_forced_tokens() -> None:
 
 
 def grammars() -> Grammars:
-    return Grammars(base().tokenizer, base().target.vocab_size, base()._eos_token_ids)
+    return Grammars(base().tokenizer, base().target.vocab_size, base().eos_token_ids)
 
 
 @pytest.mark.sample(1)
@@ -231,7 +227,7 @@ def test_masks_on_a_tree_are_those_of_its_paths(name: str) -> None:
     rng = random.Random(name)
     wanted = WANTED[name]
     matching = grammars().matching(wanted)
-    ends = {*base()._eos_token_ids}
+    ends = {*base().eos_token_ids}
     output: list[int] = []
     for _ in range(12):
         tokens, parents = [1], [-1]
@@ -364,38 +360,40 @@ def test_what_a_guess_forces_is_no_guess() -> None:
 
 def test_guesses_that_fail_end_until_they_would_have_been_right() -> None:
     """Nothing else governs them: without a drafter nothing is measured."""
-    ids = base().tokenizer.get_vocab()
-    x, y = ids["x"], ids["y"]
-    matching = grammars().matching(StructuredOutputs(regex="(x|y)*"))
-    said, last, model = [x, y], {}, AcceptanceModel()
-    row: Any = SimpleNamespace(state={}, acceptance=model, pending=y)
+    made = base()
+    x, y = (made.tokenizer.get_vocab()[letter] for letter in "xy")
+    said, last = [x, y], dict[tuple[int, ...], int]()
+    for is_as_before in [True] * 12 + [False] * 40 + [True] * 40:  # what follows two tokens is what did last, or is not
+        before = tuple(said[-2:])
+        last[before] = last.get(before, x) if is_as_before else x + y - last.get(before, x)
+        said.append(last[before])
+    start = len(made.tokenizer(PROMPTS[0])["input_ids"])
 
-    def go_on(num_tokens: int, *, as_before: bool) -> list[int]:
-        """How many tokens were guessed before each of these, which are what came the last time or are not."""
-        counts = []
-        for _ in range(num_tokens):
-            draft = _forced(row, matching, 9, 1, may_guess=True)
-            model.proposed(row, draft, "none")
-            counts.append(len(draft) - 1)
-            before = tuple(said[-2:])
-            last[before] = last.get(before, x) if as_before else x + y - last.get(before, x)
-            said.append(last[before])
-            matching.extend(said[-1:])
-            model.came(row, said[-1:])
-        return counts
+    def dictated(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        allowed = torch.full_like(scores, -torch.inf)
+        return allowed.index_fill(1, torch.tensor([said[input_ids.shape[1] - start]]), 0.0)
 
-    matching.extend(said)
-    assert max(go_on(12, as_before=True)) >= 3
-    assert go_on(40, as_before=False)[20:] == [0] * 20
-    num_guessed = go_on(40, as_before=True)
-    assert num_guessed[:3] == [0, 0, 0]
-    assert num_guessed[-1] >= 3
+    params = SamplingParams(temperature=0, max_tokens=len(said), logits_processors=[dictated])
+    (output,) = made.generate(PROMPTS[:1], replace(params, structured_outputs=StructuredOutputs(regex="(x|y)*")))
+    assert output.outputs[0].token_ids == said
+    drafted = [(step.position - start - 2, step.drafted) for step in output.metrics.trace]
+    assert max(count for place, count in drafted if place < 12) >= 3
+    assert {count for place, count in drafted if 32 <= place < 52} == {0}
+    again = [count for place, count in drafted if place >= 52]
+    assert again[:3] == [0, 0, 0]
+    assert max(again) >= 3
 
 
-def test_a_draft_at_which_a_grammar_gives_up_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may never be chosen, and then the row ended in an error that plain decoding does not have."""
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets limits of llguidance."""
     limits = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given, step_max_items=400))
+    return lambda **low: monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**{**given, **low}))
+
+
+def test_a_draft_at_which_a_grammar_gives_up_is_no_fault(limited: Callable[..., None]) -> None:
+    """It may never be chosen, and then the row ended in an error that plain decoding does not have."""
+    limited(step_max_items=400)
     costly = 'start: "Well " s | "No " /[a-z]+/\ns: s s s | s s | /[a-z ]/ | "the" | "t" "h" "e"'
     matching = grammars().matching(StructuredOutputs(grammar=costly))
     tokens = base().tokenizer("Well the the the the the the the the", add_special_tokens=False)["input_ids"]
@@ -412,10 +410,9 @@ def test_a_draft_at_which_a_grammar_gives_up_is_no_fault(monkeypatch: pytest.Mon
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["masks", "tokens", "forced"])
-def test_what_others_asked_for_ends_no_text(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_what_others_asked_for_ends_no_text(limited: Callable[..., None], how: str) -> None:
     """Rows of a grammar share an automaton: when it was full, no text of this grammar came any more, for good."""
-    limits = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**{**given, "max_lexer_states": 1200}))
+    limited(max_lexer_states=1200)
     wanted, made = StructuredOutputs(regex="(a|b)*a(a|b){16}c"), grammars()
     tokens = base().tokenizer.convert_tokens_to_ids(["a", "b"])
     rng = random.Random(3)
@@ -434,9 +431,8 @@ def test_what_others_asked_for_ends_no_text(monkeypatch: pytest.MonkeyPatch, how
                 assert row.fault is None
 
 
-def test_an_output_that_is_too_much_alone_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**{**given, "max_lexer_states": 300}))
+def test_an_output_that_is_too_much_alone_is_a_fault(limited: Callable[..., None]) -> None:
+    limited(max_lexer_states=300)
     matching = grammars().matching(StructuredOutputs(regex="(a|b)*a(a|b){16}c"))
     tokens, rng = base().tokenizer.convert_tokens_to_ids(["a", "b"]), random.Random(3)
     for _ in range(2000):
@@ -447,13 +443,20 @@ def test_an_output_that_is_too_much_alone_is_a_fault(monkeypatch: pytest.MonkeyP
     assert "matching the grammar failed" in str(matching.fault)
 
 
-def test_a_grammar_that_was_much_used_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputs]:
+    """Grammars as they are compiled."""
+    found: list[StructuredOutputs] = []
+    monkeypatch.setattr(grammars_module, "written", lambda one, **keys: found.append(one) or written(one, **keys))
+    return found
+
+
+def test_a_grammar_that_was_much_used_is_compiled_anew(
+    compiled: list[StructuredOutputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What its matchers share grows with every mask; a server that had 64 such grammars kept gigabytes."""
     monkeypatch.setattr(grammars_module, "MOST_MASKS", 50)
-    made, compiled = grammars(), []
-    new = made._new
-    monkeypatch.setattr(made, "_new", lambda wanted: compiled.append(wanted) or new(wanted))
-    rng, ends = random.Random(1), {*base()._eos_token_ids}
+    made, rng, ends = grammars(), random.Random(1), {*base().eos_token_ids}
     for _ in range(10):
         row = made.matching(WANTED["regex"])
         for _ in range(20):
@@ -464,12 +467,23 @@ def test_a_grammar_that_was_much_used_is_compiled_anew(monkeypatch: pytest.Monke
     assert 1 < len(compiled) < 10
 
 
-def test_large_grammars_are_not_kept_by_the_dozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "MOST_KEPT_CHARACTERS", 1000)
-    made = grammars()
-    for length, num_kept in ((400, 1), (500, 2), (90, 3), (300, 3), (2000, 1), (10, 1), (20, 2)):
-        made.compile(StructuredOutputs(choice=["x" * length]))
-        assert len(made._compiled) == num_kept
+@pytest.mark.parametrize(
+    ("limit", "most", "asked", "made"),
+    [
+        ("MOST_KEPT", 2, (1, 2, 1, 3, 1, 2), (1, 2, 3, 2)),
+        ("MOST_KEPT_CHARACTERS", 1000, (400, 500, 400, 300, 400, 500, 2000, 400), (400, 500, 300, 500, 2000, 400)),
+    ],
+)
+def test_grammars_are_compiled_once_and_not_all_kept(
+    limit: str, most: int, asked: tuple[int, ...], made: tuple[int, ...],
+    compiled: list[StructuredOutputs], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By the number of grammars, and of their characters: the least recently used one is dropped."""
+    monkeypatch.setattr(grammars_module, limit, most)
+    ours = grammars()
+    for length in asked:
+        ours.matching(StructuredOutputs(choice=["x" * length]))
+    assert [len((one.choice or [""])[0]) for one in compiled] == [*made]
 
 
 def test_forced_tokens_end_with_eos() -> None:
@@ -560,7 +574,7 @@ def test_a_choice_may_be_among_thousands() -> None:
         row.extend(base().tokenizer(text, add_special_tokens=False)["input_ids"])
         allowed = row.allowed(())
         assert allowed is not None, row.fault
-        assert allowed[list(base()._eos_token_ids)].all()
+        assert allowed[list(base().eos_token_ids)].all()
 
 
 def test_an_output_that_does_not_match_is_a_fault() -> None:
@@ -612,12 +626,8 @@ def test_what_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         grammars().compile(StructuredOutputs(regex="ab"))
 
 
-def test_a_grammar_that_costs_too_much_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tiny_limits(**given: Any) -> Any:
-        return limits(**given, step_max_items=400)
-
-    limits = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", tiny_limits)
+def test_a_grammar_that_costs_too_much_ends_its_row_alone(limited: Callable[..., None]) -> None:
+    limited(step_max_items=400)
     made = LLM("zoo:tiny")
     costly = StructuredOutputs(grammar='start: "Well " s\ns: s s s | s s | /[a-z ]/ | "the" | "t" "h" "e"')
     params = [replace(GREEDY, structured_outputs=costly), replace(GREEDY, max_tokens=8)]
@@ -625,22 +635,6 @@ def test_a_grammar_that_costs_too_much_ends_its_row_alone(monkeypatch: pytest.Mo
     assert failed.outputs[0].finish_reason == "error"
     assert "matching the grammar failed" in str(failed.outputs[0].stop_reason)
     check_equal([fine], base().generate(PROMPTS[1:2], replace(GREEDY, max_tokens=8)))
-
-
-def test_grammars_are_compiled_once_and_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "MOST_KEPT", 2)
-    made = grammars()
-    compiled: list[str] = []
-    new = Grammars._new
-
-    def counting(self: Grammars, wanted: StructuredOutputs) -> Matching:
-        compiled.append(str(wanted.regex))
-        return new(self, wanted)
-
-    monkeypatch.setattr(Grammars, "_new", counting)
-    for regex in ("a", "b", "a", "c", "a", "b"):
-        made.matching(StructuredOutputs(regex=regex))
-    assert compiled == ["a", "b", "c", "b"]
 
 
 @pytest.mark.parametrize("pattern", [None, r"[ \t\n\r]+"])

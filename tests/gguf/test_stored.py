@@ -35,8 +35,12 @@ GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
 COOL = SamplingParams(temperature=0.2, seed=7, max_tokens=24)  # so that some of what is drafted is accepted
 PROMPTS = [[5, 6, 7] * 25, [9, 10, 11, 12] * 3, [3], [8, 300, 40] * 30, [500, 400]]
-HALVES = {"Q4_0": 1, "Q4_1": 2, "Q5_0": 1, "Q5_1": 2, "Q8_0": 1, "Q4_K": 2, "Q5_K": 2, "Q6_K": 1}
-"""Numbers in half precision that a block begins with; Q6_K ends with its own."""
+HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0, 1)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 2), "Q3_K": (108, 1), "Q6_K": (208, 1), "MXFP4": (0, 0)},
+}
+"""Where a block has numbers in half precision: first byte, and how many."""
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no kernels here")
 
@@ -48,10 +52,11 @@ def test_codes_stand_for_the_very_values_that_gguf_dequantises(number: int) -> N
     assert (kind.size, kind.num_bytes) == gguf.GGML_QUANT_SIZES[Kind(number)]
     rng = np.random.default_rng(number)
     blocks = rng.integers(0, 256, size=(80, kind.num_bytes), dtype=np.uint8)
-    count = HALVES[kind.name]
+    first, count = HALVES[kind.name]
     scales = (rng.standard_normal((80, count)) * 10.0 ** rng.integers(-7, 4, (80, count))).astype(np.float16)
-    first = 208 if kind.name == "Q6_K" else 0
     blocks[:, first : first + 2 * count] = scales.view(np.uint8)
+    if kind.name == "MXFP4":
+        blocks[:, 0] = rng.integers(0, 250, 80)  # exponents
     want = torch.from_numpy(np.asarray(gguf.dequantize(blocks, Kind(number)), dtype=np.float32)).view(40, -1)
     numbers, factors, zeros = kind.unpack(torch.from_numpy(blocks))
     groups = None if zeros is None else zeros.reshape(40, -1)
@@ -146,11 +151,11 @@ def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
 
 def test_mixed_types_are_read_and_what_has_no_kernel_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As in Q4_K_M, where values have more bits than queries and keys; IQ types and halves keep their full size."""
-    kinds = {"attn_v": Kind.Q6_K, "blk.1.ffn_down": Kind.Q6_K, "ffn_up": Kind.IQ4_NL, "output.weight": Kind.F16}
+    kinds = {"attn_v": Kind.Q6_K, "blk.1.ffn_down": Kind.Q6_K, "ffn_up": Kind.IQ3_XXS, "output.weight": Kind.F16}
     written = write_llama(tmp_path / "m.gguf", Kind.Q4_K, kinds=kinds, num_hidden_layers=2)
     with caplog.at_level("INFO", "foredraft"):
         llm = LLM(written.path, dtype="float32", weights="stored")
-    assert "float32, stored weights (dequantised: 2 of IQ4_NL) · drafting: none" in caplog.text
+    assert "float32, stored weights (dequantised: 2 of IQ3_XXS) · drafting: none" in caplog.text
     assert_close(llm.target.shadow, written.model)
 
 

@@ -265,16 +265,6 @@ def test_entries_that_are_made_late_have_the_bits_of_those_made_at_once(monkeypa
     assert torch.equal(keys(32), keys(1))
 
 
-def test_long_waits_are_settled() -> None:
-    made = drafter(head(), 0)
-    engine = Engine(target(), made)
-    row = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=60))[0]
-    while row.num_output_tokens < 50:
-        engine.step()
-    state = row.state[made]
-    assert 0 < sum(map(len, state.owed)) < 32 <= state.first
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,7 @@ def hydra_tensors(has_prefix: bool, num_layers: int = 4) -> Tensors:
         tensors[f"hydra_lm_head.{head}{output}.weight"] = random(V, H)
         tensors[f"hydra_lm_head.{head}{output}.bias"] = random(V)
     if has_prefix:
-        model = llama()
-        tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in model.state_dict().items()}
+        tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in llama().state_dict().items()}
     return tensors
 
 
@@ -97,8 +95,8 @@ HYDRA_CONFIG = {
 }
 
 
-def hydra_checkpoint(has_prefix: bool, **changed: Any) -> Checkpoint:
-    config = {**HYDRA_CONFIG, "hydra_head_arch": "prefix-mlp" if has_prefix else "mlp", **changed}
+def hydra_checkpoint(has_prefix: bool, **keys: Any) -> Checkpoint:
+    config = {**HYDRA_CONFIG, "hydra_head_arch": "prefix-mlp" if has_prefix else "mlp", **keys}
     return Checkpoint("heads", config, hydra_tensors(has_prefix))
 
 
@@ -173,52 +171,27 @@ def test_medusa_as_servers_pack_it(has_bias: bool) -> None:
     assert is_medusa({}, served)
 
 
-def missing(tensors: Tensors) -> None:
-    del tensors["1.0.linear.bias"]
-
-
-def extra(tensors: Tensors) -> None:
-    tensors["lm_head.weight"] = random(V, H)
-
-
-def of_two_layouts(tensors: Tensors) -> None:
-    tensors["lm_heads.9.weight"] = random(V, H)
-
-
-def transposed(tensors: Tensors) -> None:
-    tensors["2.1.weight"] = tensors["2.1.weight"].T.contiguous()
-
-
-def of_another_vocabulary(tensors: Tensors) -> None:
-    for head in range(K):
-        tensors[f"{head}.1.weight"] = random(V + 4, H)
-
-
-def not_finite(tensors: Tensors) -> None:
-    tensors["0.0.linear.weight"][0, 0] = torch.nan
-
-
-def quantized(tensors: Tensors) -> None:
-    tensors["0.0.linear.weight"] = torch.zeros(H, H, dtype=torch.int8)
+def changed(tensors: Tensors, name: str, tensor: Tensor | None) -> Tensors:
+    """One tensor is another, or missing."""
+    others = {key: value for key, value in tensors.items() if key != name}
+    return others if tensor is None else {**others, name: tensor}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "tensor", "message"),
     [
-        (missing, "missing: blocks.1.0.linear.bias 8"),
-        (extra, "extra: lm_head.weight 20x8"),
-        (of_two_layouts, "missing: blocks.3.0.linear.bias"),
-        (transposed, "transposed: lm_heads.2.weight is 8x20, expected 20x8"),
-        (of_another_vocabulary, "lm_heads.0.weight is 24x8, expected 20x8"),
-        (not_finite, "NaN or infinite"),
-        (quantized, "not floating-point"),
+        ("1.0.linear.bias", None, "missing: blocks.1.0.linear.bias 8"),
+        ("lm_head.weight", torch.ones(V, H), "extra: lm_head.weight 20x8"),
+        ("lm_heads.9.weight", torch.ones(V, H), "missing: blocks.3.0.linear.bias"),
+        ("2.1.weight", torch.ones(H, V), "transposed: lm_heads.2.weight is 8x20, expected 20x8"),
+        ("0.1.weight", torch.ones(V + 4, H), "lm_heads.0.weight is 24x8, expected 20x8"),
+        ("0.0.linear.weight", torch.full((H, H), torch.nan), "NaN or infinite"),
+        ("0.0.linear.weight", torch.zeros(H, H, dtype=torch.int8), "not floating-point"),
     ],
 )
-def test_medusa_that_is_not_as_published(change: Callable[[Tensors], None], message: str) -> None:
-    tensors = medusa_tensors()
-    change(tensors)
+def test_medusa_that_is_not_as_published(name: str, tensor: Tensor | None, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_medusa(Checkpoint("x", {}, tensors), H, V)
+        read_medusa(Checkpoint("x", {}, changed(medusa_tensors(), name, tensor)), H, V)
 
 
 def test_medusa_of_another_target_or_none() -> None:
@@ -315,16 +288,13 @@ def test_another_base_of_positions_is_heard() -> None:
     ],
 )
 def test_hydra_that_is_not_as_published(name: str, tensor: tuple[int, ...] | None, message: str) -> None:
-    tensors = hydra_tensors(False)
-    tensors.pop(name, None)
-    if tensor is not None:
-        tensors[name] = random(*tensor)
+    tensors = changed(hydra_tensors(False), name, None if tensor is None else random(*tensor))
     with pytest.raises(CheckpointError, match=message):
         read_hydra(Checkpoint("x", HYDRA_CONFIG, tensors), H, V)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("keys", "message"),
     [
         ({"hydra_head_arch": "eagle-attn"}, "mlp and prefix-mlp are supported"),
         ({"hydra_head_arch": "prefix-mlp"}, "but the checkpoint lacks prefix_embeding_layer"),
@@ -333,9 +303,9 @@ def test_hydra_that_is_not_as_published(name: str, tensor: tuple[int, ...] | Non
         ({"hidden_state_offset": -1}, "whole number of layers, 0 or more"),
     ],
 )
-def test_configs_of_hydra_that_cannot_be(changed: dict[str, Any], message: str) -> None:
+def test_configs_of_hydra_that_cannot_be(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_hydra(hydra_checkpoint(False, **changed), H, V)
+        read_hydra(hydra_checkpoint(False, **keys), H, V)
 
 
 def test_hydra_of_another_target_or_none() -> None:

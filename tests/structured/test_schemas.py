@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from foredraft import StructuredOutputs, zoo
 from foredraft.structured.grammars import ONE_OF, UNFORCED, Grammars, written
-from foredraft.structured.schemas import MOST_OPTIONAL, MOST_SCHEMAS, negated, prepared, unheld_keywords
+from foredraft.structured.schemas import MOST_OPTIONAL, MOST_SCHEMAS, prepared, unheld_keywords
 
 llguidance = pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
 
@@ -202,15 +202,6 @@ def test_they_are_told_when_a_schema_is_compiled(caplog: pytest.LogCaptureFixtur
 def test_what_is_not_a_schema_is_told_by_llguidance() -> None:
     for schema in ({"required": 3}, {"dependentRequired": 3}, {"type": 3}, {"maxContains": "a", "contains": {}}):
         assert matcher_of(schema)[1]
-
-
-def test_the_complement_of_a_complement() -> None:
-    assert negated(True) is False
-    assert negated({}) is False
-    assert negated({"title": "x"}) is False
-    assert negated({"not": {"type": "null"}}) == {"type": "null"}
-    assert negated({"$ref": "#"}) is None
-    assert negated({"const": {"a": 1}}) is None
 
 
 def test_schemas_are_limited_in_size() -> None:

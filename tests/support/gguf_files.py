@@ -32,10 +32,14 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 SCALES = {
+    Kind.Q2_K: slice(80, 84),
+    Kind.Q3_K: slice(-2, None),
     Kind.Q4_K: slice(0, 4),
     Kind.Q5_K: slice(0, 4),
     Kind.Q6_K: slice(-2, None),
     Kind.IQ4_NL: slice(0, 2),
+    Kind.IQ4_XS: slice(0, 2),
+    Kind.IQ3_XXS: slice(0, 2),
 }
 """Where random blocks have numbers in half precision; gguf unpacks them, and has no code to make them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -82,16 +82,6 @@ class _Around(NGramDrafter):
         self.depth = depth
 
 
-class DraftsTooDeep(_Around):
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
-        return DraftTree.chain(row.pending, range(budget + 1))
-
-
-class StartsElsewhere(_Around):
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
-        return DraftTree.root(row.pending + 1)
-
-
 class TouchesTheText(_Around):
     def propose_row(self, row: Row, budget: int) -> DraftTree:
         row.token_ids[0] += 1
@@ -108,11 +98,6 @@ class AsksTheTarget(_Around):
         lm = target()
         lm.forward(Nodes.from_chains([[1]]), lm.new_cache(1))
         return super().propose(rows, budgets)
-
-
-class LeavesTheVocabulary(_Around):
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
-        return DraftTree.chain(row.pending, [10_000][:budget])
 
 
 class StartsNothing(_Around):
@@ -145,11 +130,21 @@ class ShortensTheTargetsCache(_Around):
         return super().propose(rows, budgets)  # type: ignore[arg-type]
 
 
+WRONG: dict[str, Callable[[Row, int], DraftTree]] = {
+    "DraftsTooDeep": lambda row, budget: DraftTree.chain(row.pending, range(budget + 1)),
+    "StartsElsewhere": lambda row, budget: DraftTree.root(row.pending + 1),
+    "LeavesTheVocabulary": lambda row, budget: DraftTree.chain(row.pending, [10_000][:budget]),
+}
+
+
 @pytest.mark.parametrize(
     "broken",
     [
-        *(DraftsTooDeep, StartsElsewhere, TouchesTheText, LosesARow, AsksTheTarget, LeavesTheVocabulary),
-        *(StartsNothing, StartsWithTheFirstChunk, ShortensTheTargetsCache),
+        *(
+            type(name, (_Around,), {"propose_row": lambda self, row, budget, draft=draft: draft(row, budget)})
+            for name, draft in WRONG.items()
+        ),
+        *(TouchesTheText, LosesARow, AsksTheTarget, StartsNothing, StartsWithTheFirstChunk, ShortensTheTargetsCache),
     ],
 )
 def test_a_broken_drafter_is_found_out(broken: Any) -> None:
@@ -191,27 +186,32 @@ def test_a_tree_of_lists_passes_and_decodes(capsys: pytest.CaptureFixture[str]) 
 # -- state that outlives its rows ------------------------------------------------------------------------------------
 
 
-class _Keeping(_Around):
-    def __init__(self, depth: int) -> None:
+class Keeping(_Around):
+    """Keeps what it knows of rows in a table of its own.
+
+    Args:
+      keep: puts a row into the table.
+    """
+
+    def __init__(self, depth: int, keep: Callable[[Any, Row], object]) -> None:
         super().__init__(depth)
         self.kept: Any = {}
+        self.keep = keep
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         super().start(rows, chunks)
         for row in rows:
-            self.keep_of(row)
+            self.keep(self.kept, row)
 
-    def keep_of(self, row: Row) -> None:
-        self.kept[row.id] = 1
-
-
-class KeepsIds(_Keeping):
-    """Keeps what it knows of rows in a table of its own, and never drops it."""
+    def propose_row(self, row: Row, budget: int) -> DraftTree:
+        if row.id in self.kept:
+            self.kept[row.id] += 1
+        return super().propose_row(row, budget)
 
 
 @dataclass(eq=False)
 class _Dropping(RowState):
-    """Has a drafter drop what it knows of a row when that ends, if it knows enough."""
+    """Has a drafter drop what it knows of a row when that ends, if it was drafted for so often."""
 
     kept: dict[int, int]
     least: int
@@ -221,64 +221,36 @@ class _Dropping(RowState):
             del self.kept[row.id]
 
 
-class DropsOnlyDrafted(_Keeping):
-    """Drops what it knows of rows that were drafted for; a row may end before that."""
+def dropped_after(least: int) -> Callable[[Any, Row], None]:
+    def keep(kept: Any, row: Row) -> None:
+        kept[row.id] = 0
+        row.state["of what it keeps"] = _Dropping(kept, least)
 
-    def keep_of(self, row: Row) -> None:
-        super().keep_of(row)
-        row.state["of what it keeps"] = _Dropping(self.kept, 2)
-
-    def propose_row(self, row: Row, budget: int) -> DraftTree:
-        self.kept.setdefault(row.id, 0)
-        self.kept[row.id] += 1
-        return super().propose_row(row, budget)
+    return keep
 
 
-class KeepsRows(_Keeping):
-    def keep_of(self, row: Row) -> None:
-        self.kept.setdefault("rows", []).append(row)
-
-
-class KeepsRowsDeepInside(_Keeping):
-    def keep_of(self, row: Row) -> None:
-        self.kept["later"] = SimpleNamespace(calls=deque([partial(print, row)]))
-
-
-class KeepsPairs(_Keeping):
-    def keep_of(self, row: Row) -> None:
-        self.kept[(row.id, "state")] = None
-
-
-class KeepsANumberOfTorch(_Keeping):
-    def keep_of(self, row: Row) -> None:
-        self.kept["ids"] = torch.tensor([row.id])
-
-
-class KeepsAMethod(_Keeping):
-    def keep_of(self, row: Row) -> None:
-        self.kept["extend"] = row.extend
+KEEPS: dict[str, Callable[[Any, Row], object]] = {
+    "numbers": lambda kept, row: kept.update({row.id: 1}),
+    "all that were not drafted for": dropped_after(1),
+    "rows": lambda kept, row: kept.setdefault("rows", []).append(row),
+    "rows deep inside": lambda kept, row: kept.update(later=SimpleNamespace(calls=deque([partial(print, row)]))),
+    "pairs": lambda kept, row: kept.update({(row.id, "state"): None}),
+    "a number of torch": lambda kept, row: kept.update(ids=torch.tensor([row.id])),
+    "a method": lambda kept, row: kept.update(extend=row.extend),
+}
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "broken",
-    [KeepsIds, DropsOnlyDrafted, KeepsRows, KeepsRowsDeepInside, KeepsPairs, KeepsANumberOfTorch, KeepsAMethod],
-)
-def test_state_that_outlives_its_rows_is_found(broken: Any) -> None:
-    with pytest.raises(AssertionError, match=rf"state of finished rows is left in {broken.__name__}\.kept"):
-        check_drafter(broken, target(), depths=(2,))
+@pytest.mark.parametrize("name", KEEPS)
+def test_state_that_outlives_its_rows_is_found(name: str) -> None:
+    with pytest.raises(AssertionError, match=r"state of finished rows is left in Keeping\.kept"):
+        check_drafter(partial(Keeping, keep=KEEPS[name]), target(), depths=(2,))
 
 
 @pytest.mark.full
 def test_a_table_that_rows_are_dropped_from_as_they_end_is_no_fault() -> None:
     """However they end: every row that began is told of."""
-
-    class DropsAll(_Keeping):
-        def keep_of(self, row: Row) -> None:
-            super().keep_of(row)
-            row.state["of what it keeps"] = _Dropping(self.kept, 0)
-
-    assert check_drafter(DropsAll, target(), depths=(2,)).num_drafted > 0
+    assert check_drafter(partial(Keeping, keep=dropped_after(0)), target(), depths=(2,)).num_drafted > 0
 
 
 def test_a_drafter_that_breaks_only_where_it_is_governed_is_found_out() -> None:

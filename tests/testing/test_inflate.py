@@ -99,14 +99,6 @@ def test_same_function_in_float64(name: str, extra: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_same_function_in_float32(name: str) -> None:
-    model = strong(name)
-    bigger = inflate(model, hidden_size=128, intermediate_size=192)
-    scale = logits(model, IDS).abs().max()
-    assert (logits(bigger, IDS) - logits(model, IDS)).abs().max() < 1e-5 * max(1.0, float(scale))
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_every_old_parameter_still_matters(name: str) -> None:
     """The comparison above would also pass if a layer were dead in both: perturb each and see the logits move."""
     bigger = inflate(strong(name).double(), hidden_size=64, intermediate_size=96)
@@ -200,18 +192,3 @@ def test_the_shipped_drafter_inflated_gives_the_same_logits() -> None:
     bigger = inflate(drafter, hidden_size=384, intermediate_size=704)
     ids = torch.tensor([tokenizer.encode("<|user|>Tell me a story about a dog.\n<|assistant|>Once there was a dog")])
     assert (logits(bigger, ids) - logits(drafter, ids)).abs().max() < 1e-4
-
-
-@pytest.mark.full
-def test_the_shipped_target_at_a_hundred_million_parameters() -> None:
-    """The benchmark's shape: 98.6 M parameters, logits within 1e-4 in float32, batched, with and without a cache."""
-    target, _, tokenizer = zoo.load("tiny")
-    bigger = inflate(target, hidden_size=1024, intermediate_size=4096)
-    assert sum(parameter.numel() for parameter in bigger.parameters()) == 98_579_456
-    assert bigger.config.num_attention_heads == 16
-    text = "<|user|>What do you like to do on a rainy day?\n<|assistant|>I like to read books and watch"
-    ids = torch.tensor([tokenizer.encode(text)] * 2)
-    ids[1] = ids[1].flip(0)
-    expected = logits(target, ids)
-    assert (logits(bigger, ids) - expected).abs().max() < 1e-4
-    assert (cached_logits(bigger, ids, 5) - expected).abs().max() < 1e-4

@@ -25,15 +25,18 @@ from foredraft.engine.profiles import Profile
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
-from foredraft.tune.choosing import Choice, choose
+from foredraft.tune.choosing import choose
 from foredraft.tune.counting import (
     LENGTHS,
     PLAIN,
+    TIMED_TEXTS,
     Setting,
     SettingCounts,
     decoded,
     record,
     settings_of,
+    spread,
+    undisturbed,
     walked,
 )
 from foredraft.tune.tuning import Tuning
@@ -114,6 +117,27 @@ def test_settings_of_trees_are_sizes_and_of_dear_drafters_few() -> None:
     dear = settings_of("eagle3", {"method": "eagle3"}, is_walked=False)
     assert [one.nodes for one in dear] == [4, 8, 12]
     assert all(one.config["length_policy"] == "fixed" for one in dear)
+
+
+# -- what drafting costs, of steps that were timed ------------------------------------------------------------------
+
+
+def test_both_kinds_of_steps_of_a_union_count() -> None:
+    """Its head was asked in every second step: half of the time went by in steps that the median passes over."""
+    mostly = [0.3, 2.4] * 11 + [0.3] * 2
+    assert undisturbed(mostly) == pytest.approx((13 * 0.3 + 8 * 2.4) / 21)
+    assert undisturbed([2.4] * 10 + [0.3] * 14) > 0.9
+
+
+def test_pauses_of_the_machine_do_not_count() -> None:
+    assert undisturbed([1.0] * 21 + [900.0] * 3) == 1.0
+    assert undisturbed([1.0]) == 1.0
+
+
+@pytest.mark.parametrize(("number", "places"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (12, [0, 4, 8])])
+def test_texts_are_taken_evenly(number: int, places: list[int]) -> None:
+    texts = [RecordedText("", (place,), (), PARAMS) for place in range(number)]
+    assert [text.prompt[0] for text in spread(texts, TIMED_TEXTS)] == places
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -333,7 +357,3 @@ def test_the_command_that_is_told_names_the_model(tmp_path: Path) -> None:
     result = run(*SHORT, "--methods", "ngram", "--out", str(tmp_path / "my choice.json"))
     told = f"foredraft generate --model zoo:tiny --profile-file '{tmp_path / 'my choice.json'}'"
     assert told in result.stdout.replace("\n", ""), result.output
-
-
-def test_a_choice_of_nothing() -> None:
-    assert isinstance(choose([arm("ngram", *[(1, 0)] * 6)], prices(CHEAP)), Choice)

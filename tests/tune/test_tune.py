@@ -150,16 +150,6 @@ def test_wrong_pins_are_refused(kept: Any, message: str) -> None:
         Space.of(6, kept)
 
 
-def test_probes_leave_out_attention_first() -> None:
-    space = Space.of(8)
-    sets = [space.layer_set(choice) for choice in space.probes(20)]
-    assert sets[0] == LayerSet((1, 3, 5), (), 8)
-    assert sets[1] == LayerSet((1, 2, 3, 4, 5, 6), (), 8)
-    assert [len(one) for one in sets[4:]] == [1] * 16
-    assert all(one.attention for one in sets[4:12])
-    assert all(len(one) for one in sets)
-
-
 # -- scores ------------------------------------------------------------------------------------------------------
 
 

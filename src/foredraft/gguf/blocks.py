@@ -134,14 +134,70 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
     return numbers | upper << 4, _halves(blocks, 208).float() * scales, None
 
 
+def _q2_k(blocks: torch.Tensor) -> Parts:
+    scales = _halves(blocks, 80).float() * (blocks[:, :16] & 15)
+    zeros = _halves(blocks, 82).float() * (blocks[:, :16] >> 4)
+    return _bits(blocks[:, 16:80].view(-1, 2, 32), 4, 2).flatten(1), scales, -zeros
+
+
+def _halves_of_q2_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _halves(blocks, 80), -_halves(blocks, 82)
+
+
+def _q3_k(blocks: torch.Tensor) -> Parts:
+    lower = _bits(blocks[:, 32:96].view(-1, 2, 32), 4, 2).flatten(1)
+    upper = _bits(blocks[:, :32].view(-1, 1, 32), 8, 1).flatten(1)
+    scales = _nibbles(blocks[:, 96:104]) | _bits(blocks[:, 104:108].view(-1, 1, 4), 4, 2).flatten(1) << 4
+    return lower + (upper << 2) + (8 - 4), _halves(blocks, 108).float() * (scales.float() - 32), None
+
+
+def _half_at_108(blocks: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _halves(blocks, 108), None
+
+
+_IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+_MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+"""Weights that the codes stand for."""
+
+
+def _listed(blocks: torch.Tensor, weights: torch.Tensor, middle: int) -> torch.Tensor:
+    return (weights[_nibbles(blocks).long()] + middle).to(torch.uint8)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> Parts:
+    return _listed(blocks[:, 2:], _IQ4, 128), _halves(blocks, 0), None
+
+
+def _iq4_xs(blocks: torch.Tensor) -> Parts:
+    lower = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).flatten(1)
+    upper = _bits(blocks[:, 2:4].view(-1, 2, 1), 4, 2).flatten(1)
+    numbers = _listed(blocks[:, 8:].reshape(-1, 16), _IQ4, 128).view(len(blocks), -1)
+    return numbers, _halves(blocks, 0).float() * ((lower | upper << 4).float() - 32), None
+
+
+def _half_at_the_beginning(blocks: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _halves(blocks, 0), None
+
+
+def _mxfp4(blocks: torch.Tensor) -> Parts:
+    exponents = blocks[:, :1].int()
+    scales = torch.where(exponents < 2, 1 << 21 + exponents, exponents - 1 << 23).view(torch.float32)
+    return _listed(blocks[:, 1:], _MXFP4, 16), scales, None
+
+
 TYPES = {
     2: BlockType("Q4_0", 32, 18, 4, 32, _q4_0),
     3: BlockType("Q4_1", 32, 20, 4, 32, _q4_1),
     6: BlockType("Q5_0", 32, 22, 5, 32, _q5_0),
     7: BlockType("Q5_1", 32, 24, 5, 32, _q5_1),
     8: BlockType("Q8_0", 32, 34, 8, 32, _q8_0),
+    10: BlockType("Q2_K", SUPER, 84, 4, 16, _q2_k, _halves_of_q2_k),
+    11: BlockType("Q3_K", SUPER, 110, 4, 16, _q3_k, _half_at_108),
     12: BlockType("Q4_K", SUPER, 144, 4, 32, _q4_k, _halves_of_parts),
     13: BlockType("Q5_K", SUPER, 176, 5, 32, _q5_k, _halves_of_parts),
     14: BlockType("Q6_K", SUPER, 210, 6, 16, _q6_k, _half_at_the_end),
+    20: BlockType("IQ4_NL", 32, 18, 8, 32, _iq4_nl),
+    23: BlockType("IQ4_XS", SUPER, 136, 8, 32, _iq4_xs, _half_at_the_beginning),
+    39: BlockType("MXFP4", 32, 17, 5, 32, _mxfp4),
 }
-"""Block types with kernels, by type number."""
+"""Block types with kernels, by type number. In memory, codes of 2 and 3 bits take 4, and those of IQ4 8."""

@@ -11,30 +11,44 @@
 
 namespace {  // keeps the names local to this file
 
-enum Type { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };  // ggml's numbers
+enum Type {  // ggml's numbers
+  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+  IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39
+};
+
+// Weights that the codes of IQ4 and of MXFP4 stand for.
+const int8_t IQ4_WEIGHTS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+const int8_t MXFP4_WEIGHTS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // Contents of a block. A weight is (code - middle) * multiple * scale, or code * multiple * scale + zero_multiple * zero.
 struct Block {
   uint8_t codes[256];
   int8_t multiples[16], zero_multiples[16];  // of its groups
   Float16 scale, zero;
+  float wide_scale;  // of MXFP4
 };
 
 struct Shape {
   int64_t size, bytes, group, middle;  // weights and bytes of a block; weights of a group
-  bool has_zeros, has_multiples;       // has_multiples: several groups share a scale in half precision
+  bool has_zeros;
+  int64_t scale_kind;  // FLOAT16; FLOAT32; or MULTIPLES, if several groups share a scale in half precision
 };
 
 Shape shape_of(int64_t type) {
   switch (type) {
-    case Q4_0: return {32, 18, 32, 8, false, false};
-    case Q4_1: return {32, 20, 32, 0, true, false};
-    case Q5_0: return {32, 22, 32, 16, false, false};
-    case Q5_1: return {32, 24, 32, 0, true, false};
-    case Q8_0: return {32, 34, 32, 128, false, false};
-    case Q4_K: return {256, 144, 32, 0, true, true};
-    case Q5_K: return {256, 176, 32, 0, true, true};
-    default: return {256, 210, 16, 32, false, true};
+    case Q4_0: return {32, 18, 32, 8, false, FLOAT16};
+    case Q4_1: return {32, 20, 32, 0, true, FLOAT16};
+    case Q5_0: return {32, 22, 32, 16, false, FLOAT16};
+    case Q5_1: return {32, 24, 32, 0, true, FLOAT16};
+    case Q8_0: return {32, 34, 32, 128, false, FLOAT16};
+    case Q2_K: return {256, 84, 16, 0, true, MULTIPLES};
+    case Q3_K: return {256, 110, 16, 8, false, MULTIPLES};
+    case Q4_K: return {256, 144, 32, 0, true, MULTIPLES};
+    case Q5_K: return {256, 176, 32, 0, true, MULTIPLES};
+    case Q6_K: return {256, 210, 16, 32, false, MULTIPLES};
+    case IQ4_NL: return {32, 18, 32, 128, false, FLOAT16};
+    case IQ4_XS: return {256, 136, 32, 128, false, MULTIPLES};
+    default: return {32, 17, 32, 16, false, FLOAT32};  // MXFP4
   }
 }
 
@@ -49,6 +63,12 @@ Float16 negative(Float16 half) { return {(uint16_t)(half.bits ^ 0x8000)}; }
 // Writes the lower halves of `count` bytes as codes, followed by their upper halves.
 void take_halves(const uint8_t* from, int64_t count, uint8_t* codes) {
   for (int64_t i = 0; i < count; ++i) codes[i] = from[i] & 15, codes[count + i] = from[i] >> 4;
+}
+
+// The same, with codes for the weights in a table.
+void take_listed(const uint8_t* from, const int8_t* weights, int middle, uint8_t* codes) {
+  take_halves(from, 16, codes);
+  for (int64_t i = 0; i < 32; ++i) codes[i] = (uint8_t)(weights[codes[i]] + middle);
 }
 
 // Adds fifth bits, which four bytes contain, to 32 codes.
@@ -81,6 +101,39 @@ void take_block(int64_t type, const uint8_t* from, Block& to) {
       to.scale = half_at(from), to.zero = half_at(from + 2);
       take_halves(from + 8, 16, to.codes), add_fifths(from + 4, to.codes);
       return;
+    case Q2_K:
+      to.scale = half_at(from + 80), to.zero = negative(half_at(from + 82));
+      for (int64_t i = 0; i < 16; ++i) to.multiples[i] = from[i] & 15, to.zero_multiples[i] = from[i] >> 4;
+      for (int64_t i = 0; i < 256; ++i) to.codes[i] = from[16 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+      return;
+    case Q3_K:
+      to.scale = half_at(from + 108);
+      for (int64_t i = 0; i < 16; ++i) {
+        const int lower = from[96 + i % 8] >> i / 8 * 4 & 15, upper = from[104 + i % 4] >> i / 4 * 2 & 3;
+        to.multiples[i] = (int8_t)((lower | upper << 4) - 32);
+      }
+      for (int64_t i = 0; i < 256; ++i) {
+        const int lower = from[32 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3, upper = from[i % 32] >> i / 32 & 1;
+        to.codes[i] = (uint8_t)(8 + lower - (upper ? 0 : 4));
+      }
+      return;
+    case IQ4_NL: to.scale = half_at(from), take_listed(from + 2, IQ4_WEIGHTS, 128, to.codes); return;
+    case IQ4_XS: {
+      to.scale = half_at(from);
+      uint16_t upper;
+      memcpy(&upper, from + 2, 2);
+      for (int64_t i = 0; i < 8; ++i) {
+        to.multiples[i] = (int8_t)(((from[4 + i / 2] >> i % 2 * 4 & 15) | (upper >> 2 * i & 3) << 4) - 32);
+        take_listed(from + 8 + 16 * i, IQ4_WEIGHTS, 128, to.codes + 32 * i);
+      }
+      return;
+    }
+    case MXFP4: {  // the scale is a power of two with this exponent
+      const uint32_t bits = from[0] < 2 ? 0x00200000u << from[0] : (uint32_t)(from[0] - 1) << 23;
+      memcpy(&to.wide_scale, &bits, 4);
+      take_listed(from + 1, MXFP4_WEIGHTS, 16, to.codes);
+      return;
+    }
     case Q4_K:
       take_scales(from, to);
       for (int64_t part = 0; part < 4; ++part) take_halves(from + 16 + 32 * part, 32, to.codes + 64 * part);
@@ -113,7 +166,9 @@ void pack_row(const Matrix& matrix, int64_t type, const Shape& shape, const uint
     take_block(type, row + number * shape.bytes, block);
     for (int64_t i = 0; i < shape.size; i += 8) place.write(number * shape.size + i, block.codes + i);
     const int64_t first = place.of_group(number * groups);
-    if (!shape.has_multiples) {
+    if (shape.scale_kind == FLOAT32) ((float*)matrix.scales)[first] = block.wide_scale;
+    if (shape.scale_kind == FLOAT32) continue;
+    if (shape.scale_kind == FLOAT16) {
       ((Float16*)matrix.scales)[first] = block.scale;
       if (shape.has_zeros) ((Float16*)matrix.zeros)[first] = block.zero;
       continue;
@@ -133,10 +188,12 @@ void read_row(int64_t type, const Shape& shape, const uint8_t* row, int64_t inpu
   Block block = {};
   for (int64_t number = 0; number < inputs / shape.size; ++number, out += shape.size) {
     take_block(type, row + number * shape.bytes, block);
-    const float shared = value_of(block.scale), shared_zero = value_of(block.zero);
+    const float shared = shape.scale_kind == FLOAT32 ? block.wide_scale : value_of(block.scale);
+    const float shared_zero = value_of(block.zero);
+    const bool has_multiples = shape.scale_kind == MULTIPLES;
     for (int64_t group = 0; group < shape.size / shape.group; ++group) {
-      const float scale = shape.has_multiples ? shared * block.multiples[group] : shared;
-      const float zero = shape.has_multiples ? shared_zero * block.zero_multiples[group] : shared_zero;
+      const float scale = has_multiples ? shared * block.multiples[group] : shared;
+      const float zero = has_multiples ? shared_zero * block.zero_multiples[group] : shared_zero;
       for (int64_t i = group * shape.group, end = i + shape.group; i < end; ++i) {
         const float value = (float)(block.codes[i] - shape.middle) * scale;  // rounded before the addition
         store(out + i, shape.has_zeros ? value + zero : value);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,7 +20,6 @@ from foredraft.engine.cost_model import CostModel
 from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
 from foredraft.engine.governor import Governor
-from foredraft.engine.stats import StepSeconds
 from foredraft.errors import ConfigError
 from foredraft.model.lm import CausalLM
 from foredraft.testing import toy_model
@@ -59,18 +58,6 @@ def test_a_free_arm_and_one_for_every_other_part() -> None:
     assert drafter(Says("c", 1), Says("d", 2), free=0).facts.arms == ("c", "d")
 
 
-def test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged() -> None:
-    parts = Says("a", 1, 2), Says("b", 1, 3), Says("c", 4)
-    one = drafter(*parts, free=2)
-    row = row_of(9)
-    (tree,) = one.propose([row], [DraftSize(5)])
-    assert parts[2].num_asked == 0
-    assert {tree.path_tokens(node) for node in range(len(tree))} == {(), (1,), (1, 2), (1, 3)}
-    (tree,) = one.propose([row], [size(5, arm=1)])
-    assert parts[2].num_asked == 1
-    assert tree.child(0, 4) is not None
-
-
 def test_composites_among_the_parts_are_not_told_the_way_of_the_whole() -> None:
     """Their own ways have other numbers."""
     inner = UnionDrafter([SuffixDrafter(), Says("b", 2)])
@@ -90,78 +77,6 @@ def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
     target.supports_trees = False
     config = SpeculativeConfig("auto", drafters=["suffix", "token_recycling"])
     assert isinstance(make_drafter(config, DrafterContext(target)), SuffixDrafter)
-
-
-class Seconds(NamedTuple):
-    """Seconds of drafting by each way, for a batch and for every row of it."""
-
-    batch: dict[str, float]
-    row: float = 0.0
-
-
-def decoded(
-    governor: Governor, one: UnionDrafter, outputs: list[list[int]], seconds: Seconds, other: float = 0.001
-) -> list[int | None]:
-    """Decode texts side by side, at costs of a drafter's ways and of every drafted node; the way of every step.
-
-    Drafts have one token. None stands for steps that asked for no draft.
-    """
-    params = SamplingParams(max_tokens=max(map(len, outputs)), temperature=0.0)
-    walk = Walk(LONG, one, [RecordedText("", (9,), tuple(output), params) for output in outputs], governor.acceptance)
-    ways: list[int | None] = []
-    while walk.enter(len(outputs)):
-        rows, drafting = list(walk.rows), 0.0
-        if governor.attends(len(rows)):
-            sizes = governor.plan(rows, [DraftSize(min(limit, 1)) for limit in walk.budgets()])
-            trees = governor.select(rows, walk.propose(sizes))
-            if any(sizes):
-                drafting = seconds.batch[one.facts.arms[governor.way]] + seconds.row * len(rows) * governor.way
-            ways.append(governor.way if any(sizes) else None)
-        else:
-            trees = walk.propose([DraftSize(0)] * len(rows))
-            ways.append(None)
-        verifying = 0.02 + other * (sum(map(len, trees)) - len(rows))
-        governor.observe(trees, walk.emit(trees), StepSeconds(drafting, verifying))
-    return ways
-
-
-def test_the_way_whose_tokens_take_the_least_time_runs() -> None:
-    one = drafter(Says("a", 1), Says("b", 2), Says("c", 3), free=0)
-    governor = Governor(CostModel({1: 0.02, 8: 0.027}), one.facts)
-    seconds = Seconds({"a": 0.004, "b": 0.004, "c": 0.03})
-    ways = decoded(governor, one, [[2] * 600], seconds)
-    assert ways[100:].count(1) > 0.85 * len(ways[100:])
-    assert ways[100:].count(2) < 0.1 * len(ways)  # right or not, it takes too long
-    ways = decoded(governor, one, [[1] * 800], seconds)  # the text has changed, and so has the choice
-    assert ways[200:].count(0) > 0.75 * len(ways[200:])
-    said = governor.describe()
-    assert said is not None
-    assert "recent speed relative to plain decoding: a " in said
-
-
-def test_a_drafter_too_slow_to_pay_is_left_alone_though_it_is_right() -> None:
-    one = drafter(Says("a", 1), Says("c", 3), free=0)
-    governor = Governor(CostModel({1: 0.02, 8: 0.027}), one.facts)
-    decoded(governor, one, [[3] * 500], Seconds({"a": 0.0001, "c": 0.05}))
-    assert governor.totals.speedup == pytest.approx(1.0, abs=0.05)
-
-
-def test_what_pays_for_one_row_is_not_chosen_for_eight_and_the_other_way_round() -> None:
-    """Of free drafts that are never right and one that always is, but takes 4 ms for every row."""
-    one = drafter(Says("a", 1), Says("b", 2), free=1)
-    governor = Governor(CostModel({1: 0.02, 64: 0.0201}), one.facts)
-
-    def share(num_rows: int) -> float:
-        """Steps that draft with both."""
-        ways = decoded(governor, one, [[2] * 100] * num_rows, Seconds({"a": 1e-4, "a+b": 0.0}, 0.004), 0.0)
-        return ways.count(1) / len(ways)
-
-    for _ in range(4):
-        share(1)
-        share(8)
-    assert share(1) > 0.8
-    assert share(8) < 0.2
-    assert share(1) > 0.8
 
 
 def test_a_governor_that_serves_several_engines_tells_the_drafter_of_each() -> None:

@@ -1,28 +1,19 @@
-"""Compositions of drafters give the tokens of plain decoding, on every architecture.
-
-In float64, greedy and seeded rows side by side in one ragged batch.
-"""
+"""Compositions of drafters give the tokens of plain decoding, on every architecture, in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 
 import pytest
-from test_identity import MODES, PROMPTS
+from test_identity import MODES, PROMPTS, plain_mixed, row_modes, run_mixed
 
-from architectures import ALWAYS, ARCHITECTURES, VOCAB_SIZE
+from architectures import VOCAB_SIZE, in_turns
 from drafting import layer_skip, made, quantized_self
 from foredraft.drafters.compose import FirstDrafter, UnionDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
-from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
-from foredraft.testing import Trace, compare, decode
+from foredraft.testing import compare, decode
 from harness import adapter, draft_adapter, drafted
-
-NAMES = list(ARCHITECTURES)
-SHORT_PROMPTS = PROMPTS[:3:2]
 
 
 def draft_model(name: str, num_branches: int = 1) -> Drafter:
@@ -52,34 +43,12 @@ COMPOSITIONS: dict[str, Callable[[str], Drafter]] = {
 }
 
 
-def run(name: str, drafter: Drafter, modes: tuple[str, ...], num_tokens: int = 20) -> Trace:
-    """Every prompt in every mode, one batch."""
-    prompts = SHORT_PROMPTS if num_tokens < 20 else PROMPTS
-    requests = [(prompt, replace(MODES[mode], max_tokens=num_tokens)) for mode in modes for prompt in prompts]
-    return decode(adapter(name), drafter, requests)
-
-
-@cache
-def plain(name: str, modes: tuple[str, ...], num_tokens: int = 20) -> Trace:
-    return run(name, EmptyDrafter(), modes, num_tokens)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "composition"),
-    [
-        pytest.param(
-            name,
-            list(COMPOSITIONS)[number % len(COMPOSITIONS)],
-            marks=() if name in ALWAYS else pytest.mark.full,
-        )
-        for number, name in enumerate(NAMES)
-    ],
-)
-def test_an_architecture_keeps_its_tokens_under_some_composition(architecture: str, composition: str) -> None:
-    """The covering part: greedy and seeded rows of one batch."""
-    modes = ("greedy-biased", "sampled")
-    trace = run(architecture, COMPOSITIONS[composition](architecture), modes, 7)
-    compare(drafted(trace), plain(architecture, modes, 7), f"{architecture}, {composition}")
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("name", "composition"), in_turns(COMPOSITIONS))
+def test_compositions_change_no_token(name: str, composition: str) -> None:
+    """Five ragged rows in one batch, each in a mode of its own."""
+    trace = run_mixed(name, COMPOSITIONS[composition](name))
+    compare(drafted(trace), plain_mixed(name), f"{name}, {composition}, rows {row_modes(name)}")
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
@@ -88,13 +57,3 @@ def test_compositions_are_both_right_and_wrong(composition: str) -> None:
     trace = decode(adapter("llama"), COMPOSITIONS[composition]("llama"), [(PROMPTS[1], MODES["greedy"])])
     num_tokens = MODES["greedy"].max_tokens
     assert 2 + num_tokens // 5 < trace.num_steps < 1 + num_tokens
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("composition", COMPOSITIONS)
-@pytest.mark.parametrize("architecture", NAMES)
-def test_compositions_change_no_token(architecture: str, composition: str, mode: str) -> None:
-    """The whole product; five ragged rows, with and without processors."""
-    trace = run(architecture, COMPOSITIONS[composition](architecture), (mode,))
-    compare(drafted(trace), plain(architecture, (mode,)), f"{architecture}, {composition}, {mode}")

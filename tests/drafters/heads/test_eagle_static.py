@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_eagle import check_accepted_to_the_end, from_scratch
+from test_eagle import from_scratch
 
 from eagle_heads import VOCAB_SIZE, HandsOn, kept_vocabulary, logits_of, model, random_head, target, trained
 from foredraft import LLM, SamplingParams
@@ -40,11 +40,6 @@ def drafter(
 ) -> EagleDrafter:
     lm = lm or target()
     return EagleDrafter(head, lm, tree=tree, target_vocab_size=lm.vocab_size, max_depth=depth, **options)
-
-
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(params: Any) -> None:
-    check_accepted_to_the_end(drafter(trained(1), 5), params)
 
 
 class Watched(HandsOn):

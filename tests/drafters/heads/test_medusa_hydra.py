@@ -20,13 +20,12 @@ from foredraft.drafters.parts.head_drafter import HeadDrafter
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
-from foredraft.errors import ShapeError
 from foredraft.heads.medusa_hydra import HydraHeads, PrefixLayer
 from foredraft.methods.rank_tree import RankTree
 from foredraft.model.cache.prefixes import PrefixStore
-from foredraft.model.cache.ragged import CacheGroup, KVCache
+from foredraft.model.cache.ragged import CacheGroup
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode
-from mutants import Apply, Call, skipped, with_arguments
+from mutants import Apply, with_arguments
 from toy_heads import HIDDEN, NUM_HEADS, VOCAB_SIZE, hydra_heads, medusa_heads, states_along, target
 
 KINDS = ("medusa", "medusa-shared", "hydra", "hydra++")
@@ -125,32 +124,6 @@ def test_every_tree_makes_the_forwards_that_its_ranks_explain(kind: str, tree: s
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
-def test_sampled_trees_carry_the_distributions_they_were_drawn_from(kind: str) -> None:
-    drafter = make(kind, TREES["cartesian"], acceptance="standard")
-    seen = 0
-    original = drafter.propose
-
-    def propose(rows: Any, budgets: Any) -> Any:
-        nonlocal seen
-        trees = original(rows, budgets)
-        for tree in trees:
-            for node, children in enumerate(tree.children):
-                if children:
-                    distribution = tree.probs[node]
-                    assert float(distribution.sum()) == pytest.approx(1, abs=1e-5)
-                    assert all(float(distribution[tree.tokens[child]]) > 0 for child in children)
-                    seen += 1
-        return trees
-
-    drafter.propose = propose
-    engine = Engine(target(), drafter, EngineConfig(acceptance="standard"))
-    for prompt in PROMPTS:
-        engine.add_request(prompt, replace(SAMPLED, n=2))
-    list(engine.run())
-    assert seen > 20
 
 
 @pytest.mark.parametrize(("kind", "acceptance"), [("medusa", "match"), ("hydra++", "standard"), ("medusa", "typical")])
@@ -272,95 +245,22 @@ def test_an_earlier_state_of_the_target_is_read_where_heads_want_it() -> None:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def loses_a_column(patch: pytest.MonkeyPatch) -> None:
-    """The prefix layer's cache takes in one column less than were committed."""
-    commit = KVCache.commit
-
-    def wrong(self: KVCache, paths: Any, first_row: int = 0) -> None:
-        is_prefix = len(self.layers) == 1
-        commit(self, [path[:-1] if is_prefix and len(path) > 1 else path for path in paths], first_row)
-
-    patch.setattr(KVCache, "commit", wrong)
-
-
-def _takes_in(change: Callable[[Any], Any]) -> Apply:
-    """What is taken in of rows is not what came of them."""
-    return with_arguments(HeadDrafter, "_take_in", lambda call: {"inputs": change(call.inputs)})
-
-
-def _places(change: Callable[[Call], dict[str, Any]]) -> Apply:
-    """The prefix layer has other positions, or another mask."""
-    return with_arguments(PrefixLayer, "placed", change)
-
-
-def _without_the_node_itself(call: Call) -> dict[str, Any]:
-    rows = call.positions[:, None, :, None]
-    return {"mask": call.mask & ((torch.arange(call.mask.shape[-1]) != rows) | (rows == 0))}
-
-
-_STALE = skipped(HeadDrafter, "observe")
 FAULTS: dict[str, tuple[str, Apply]] = {
-    "heads get the state of the token before": (
+    "rows get the states of the next one": (
         "medusa",
-        _takes_in(lambda states: [state[: max(1, len(state) - 1)] for state in states]),
-    ),
-    "rows get the states of the next one": ("medusa", _takes_in(lambda states: [*states[1:], *states[:1]])),
-    "what steps commit is never taken in": ("medusa", _STALE),
-    "hydra takes nothing in": ("hydra", _STALE),
-    "hydra++ takes nothing in": ("hydra++", _STALE),
-    "positions count from one": (
-        "hydra++",
-        _places(lambda call: {"positions": call.positions + call.positions.ne(0)}),
+        with_arguments(HeadDrafter, "_take_in", lambda call: {"inputs": [*call.inputs[1:], *call.inputs[:1]]}),
     ),
     "positions count from each chunk": (
         "hydra++",
-        _places(lambda call: {"positions": call.positions - call.positions[:, :1]}),
-    ),
-    "a node does not see itself": ("hydra++", _places(_without_the_node_itself)),
-    "a node sees what comes later": (
-        "hydra++",
-        _places(lambda call: {"mask": call.mask.any(2, True).expand_as(call.mask)}),
+        with_arguments(PrefixLayer, "placed", lambda call: {"positions": call.positions - call.positions[:, :1]}),
     ),
 }
 
 
-ONE_OF_A_CLAIM = (
-    "rows get the states of the next one",
-    "positions count from each chunk",
-    "a node does not see itself",
-)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=() if name in ONE_OF_A_CLAIM else pytest.mark.full) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_features_and_positions_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the comparison with a fresh pass; tokens never change, so that nothing else would show it."""
     kind, apply = FAULTS[fault]
-    reference = {}
-
-    def contexts_of(engine: Engine) -> None:
-        """What a fresh pass gives was computed with the right code."""
-        drafter = engine.drafter
-        contexts = drafter
-        for row in engine.decoding_rows:
-            text = tuple(row.token_ids[:-1])
-            if contexts.has_state(row):
-                reference.setdefault(text, []).append(contexts.last_of([row])[0])
-
-    run(make(kind), replace(PARAMS, max_tokens=10), after=contexts_of)
-    right = {text: states[0] for text, states in reference.items()}
-    reference.clear()
-    plain = [row.output_ids for row in run(EmptyDrafter(), replace(PARAMS, max_tokens=10))]
     apply(monkeypatch)
-    rows = run(make(kind), replace(PARAMS, max_tokens=10), after=contexts_of)
-    assert [row.output_ids for row in rows] == plain
-    common = [text for text in reference if text in right]
-    assert any(float((reference[text][0] - right[text]).abs().max()) > 1e-6 for text in common)
-
-
-def test_a_cache_that_is_not_as_long_as_its_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    loses_a_column(monkeypatch)
-    with pytest.raises(ShapeError, match="cannot roll back"):
-        run(make("hydra++"))
+    with pytest.raises(AssertionError):
+        run(make(kind), after=check_contexts)

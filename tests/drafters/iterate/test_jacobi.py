@@ -17,7 +17,6 @@ from drafting import made
 from foredraft import LLM, SamplingParams
 from foredraft.cli import app
 from foredraft.drafters.iterate.jacobi import Guesses
-from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.stats import CAUSES
 from foredraft.errors import ConfigError, PromptError
 from foredraft.model.lm import CausalLM
@@ -58,13 +57,6 @@ def test_guesses_are_refreshed_from_the_choices_behind_what_was_emitted() -> Non
     assert several.first(2) == [4, 4]
 
 
-def test_initial_guesses_from_the_prompt_are_its_tokens_and_repeatable() -> None:
-    prompt = [11, 12, 13, 14]
-    first = guesses(prompt, "prompt").first(40)
-    assert set(first) == set(prompt)
-    assert first == guesses(prompt, "prompt").first(40)
-
-
 def test_random_initial_guesses_are_a_function_of_seed_and_position() -> None:
     """Of 400 draws of 64 tokens each is missing with a chance of 0.2 %: 12 of them with less than 1e-12."""
     prompt = [11, 12, 13, 14]
@@ -76,29 +68,16 @@ def test_random_initial_guesses_are_a_function_of_seed_and_position() -> None:
     assert guesses(prompt, "random", seed=4).first(400) != first
 
 
-def test_random_initial_guesses_change_no_token() -> None:
-    llm = LLM(MODEL, {"method": "jacobi", "initial_guess": "random"})
-    for params in PARAMS.values():
-        given = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
-        outputs = [llm.generate(given, params), llm.with_speculative_config(None).generate(given, params)]
-        assert [out.outputs[0].token_ids for out in outputs[0]] == [out.outputs[0].token_ids for out in outputs[1]]
-
-    def text(initial_guess: str) -> list[int]:
-        found = foredraft.trajectory(llm, list(PROMPTS[0]), 6, initial_guess=initial_guess)
-        return [token for block in found.blocks for token in block.iterates[-1]]
-
-    assert text("random") == text("repeat")
+def test_random_initial_guesses_end_in_the_same_text(llm: LLM) -> None:
+    random, repeated = (
+        foredraft.trajectory(llm, list(PROMPTS[0]), 6, initial_guess=name) for name in ("random", "repeat")
+    )
+    assert random.token_ids == repeated.token_ids
     with pytest.raises(ConfigError, match="needs the vocabulary size"):
         made("jacobi", initial_guess="random")
 
 
-@pytest.mark.parametrize("mode", PARAMS)
-def test_a_block_takes_at_most_as_many_steps_as_it_has_tokens(mode: str) -> None:
-    """Every step settles a token; and a target that is easy to predict converges far sooner than that."""
-    request = (PROMPTS[0], PARAMS[mode])
-    trace = decode(CausalLM(MODEL), made("jacobi", 8), [request])
-    assert trace.outputs == decode(CausalLM(MODEL), EmptyDrafter(), [request]).outputs
-    assert trace.num_steps <= 1 + 21
+def test_a_target_that_is_easy_to_predict_converges_far_sooner_than_its_tokens() -> None:
     model = perturbed(MODEL, 0.0)
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -199,27 +178,15 @@ def test_a_trajectory_follows_what_was_verified(monkeypatch: pytest.MonkeyPatch,
     assert [record["verified"] for record in found.records()] == [list(one.verified) for one in found.blocks]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("block", "is_cut"), [(17, True), (24, False)])
-def test_a_trajectory_of_wide_blocks_runs_where_nothing_keeps_bits(
-    monkeypatch: pytest.MonkeyPatch, block: int, is_cut: bool
-) -> None:
-    """Eager bfloat16, where steps once took few nodes and the command crashed. What was not verified is counted, and
-    every iterate has the length of its block."""
-    if is_cut:
-        cut = DraftSize.cut
-        monkeypatch.setattr(DraftSize, "cut", lambda budget, tree: cut(budget, tree).cut(7))
+def test_a_trajectory_of_wide_blocks_runs_where_nothing_keeps_bits() -> None:
+    """Eager bfloat16, where steps once took few nodes and the command crashed."""
     llm = LLM("zoo:tiny", "none", dtype="bfloat16", execution="eager")
-    found = foredraft.trajectory(llm, "Once upon a time", block, SamplingParams(temperature=0.0, max_tokens=40))
+    found = foredraft.trajectory(llm, "Once upon a time", 24, SamplingParams(temperature=0.0, max_tokens=40))
     assert len(found.token_ids) == sum(map(len, found.blocks)) <= 40
-    for one in found.blocks:
-        assert {len(iterate) for iterate in one.iterates} == {len(one)}
-    first = found.blocks[0]
-    assert sum(first.cuts.values()) == sum(block - count for count in first.verified)
-    assert bool(first.cuts) == is_cut
-    assert ("  '-' cut off: not verified in this iteration" in found.text()) == is_cut
-    assert ("cut off by" in found.text()) == is_cut
-    assert ('class="cut"' in found.html()) == is_cut
+    assert all(len(iterate) == len(one) for one in found.blocks for iterate in one.iterates)
+    assert not any(one.cuts for one in found.blocks)
+    assert "cut off" not in found.text()
+    assert 'class="cut"' not in found.html()
 
 
 def test_views_show_every_iterate() -> None:

@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafting import begin, check_conforms, end
 from foredraft.config.sampling import SamplingParams
@@ -41,13 +32,6 @@ from foredraft.testing.toys import strengthen
 V = 320
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 SHAPE = {**SIZES, "num_hidden_layers": 2, "vocab_size": V, "max_position_embeddings": 512}
-MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
-    "llama, biases": (LlamaForCausalLM, LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
-    "tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-    "mistral": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=None)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
-}
 TEXT = [(7 * number * number + 3 * number) % V for number in range(40)]
 
 
@@ -57,9 +41,12 @@ def _needs_kernels() -> None:
         pytest.skip("no kernels of the library's own here")
 
 
-def adapter(name: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
-    kind, config = MODELS[name]
-    return CausalLM(strengthen(kind(config), 3).to(dtype).eval(), **{"execution": "packed", "probe": False, **options})
+def llama(**others: Any) -> LlamaForCausalLM:
+    return strengthen(LlamaForCausalLM(LlamaConfig(**SHAPE, **others)), 3).eval()
+
+
+def adapter(dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
+    return CausalLM(llama().to(dtype), **{"execution": "packed", "probe": False, **options})
 
 
 @pytest.mark.sample(2)
@@ -68,7 +55,7 @@ def adapter(name: str = "llama", dtype: torch.dtype = torch.float32, **options: 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_chains_are_the_argmaxes_of_logits(dtype: torch.dtype, reduced: bool) -> None:
     """Three rows, one of which nothing is wanted of; tokens of a reduced vocabulary by their names."""
-    lm = adapter("llama", dtype)
+    lm = adapter(dtype)
     names = torch.arange(0, 3 * V, 3) if reduced else None
     chains, depths, columns = [TEXT[:4], TEXT[4:5], TEXT[9:11]], [5, 0, 2], V - 20
     cache, count = lm.new_cache(3), lm.num_forwards
@@ -95,8 +82,7 @@ def test_a_chain_needs_a_token_to_begin_with() -> None:
 
 def test_a_chain_ends_where_logits_are_no_numbers() -> None:
     (first,) = adapter().chains([TEXT[:4]], adapter().new_cache(1), [3], V, None) or ()
-    kind, config = MODELS["llama"]
-    model = strengthen(kind(config), 3).eval()
+    model = llama()
     with torch.no_grad():
         model.get_input_embeddings().weight[first[0]] = torch.nan
     spoilt = CausalLM(model, execution="packed", probe=False)
@@ -217,80 +203,6 @@ def test_the_target_as_its_own_drafter_is_always_right(params: SamplingParams) -
     rows = [engine.add_request(TEXT[start : start + 4], replace(params, max_tokens=20, n=1))[0] for start in (0, 9)]
     list(engine.run())
     assert all(row.stats.num_accepted_draft_tokens == row.stats.num_draft_tokens > 8 for row in rows)
-
-
-# -- models that are not as usual --------------------------------------------------------------------------------------
-
-
-def changed(name: str) -> CausalLM:
-    """A model of which one thing is not as usual."""
-    model = strengthen(LlamaForCausalLM(LlamaConfig(**SHAPE)), 3).eval()
-    layer = model.model.layers[0]
-    if name == "hook":
-        layer.mlp.register_forward_hook(lambda _module, _args, output: output * 1.5)
-    elif name == "activation":
-        layer.mlp.act_fn = nn.GELU()
-    elif name == "norm":
-        layer.input_layernorm.variance_epsilon = 1.0
-    elif name == "scaling":
-        layer.self_attn.scaling = 0.5
-    elif name == "bias":
-        layer.self_attn.q_proj.bias = nn.Parameter(torch.ones(128))
-    elif name == "subclass":
-        model.model.embed_tokens.__class__ = type("Doubled", (nn.Embedding,), {"forward": _doubled})
-    elif name == "forward":
-        inner = layer.mlp.forward
-        layer.mlp.forward = lambda x: 2 * inner(x)
-    elif name == "double":
-        model = model.double()
-    elif name == "dynamic":
-        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-        model = strengthen(LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)), 3).eval()
-    elif name == "sizes":
-        model = toy_model(V, dtype=torch.float32, hidden_size=48)
-    return CausalLM(model, execution="eager" if name == "eager" else "packed", probe=False)
-
-
-def _doubled(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-    return 2 * nn.functional.embedding(ids, self.weight)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("activation", "scaling", "dynamic"),
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("norm", "bias", "subclass", "sizes")),
-    ],
-)
-def test_what_is_unusual_is_drafted_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = changed(name)
-    assert lm.execution.program is not None, lm.execution.why_no_program
-    found = drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=LengthPolicy(3)))
-    monkeypatch.setattr("foredraft.model.execution.native_program.NativeProgram.is_possible", False)
-    assert drafts_of(DraftModelDrafter(changed(name), target_vocab_size=V, policy=LengthPolicy(3))) == found
-
-
-@pytest.mark.parametrize("name", ["hook", "forward", "double", "eager"])
-def test_other_models_run_as_modules(name: str) -> None:
-    lm = changed(name)
-    assert lm.execution.program is None
-    assert len(drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=LengthPolicy(3)))) == 6
-
-
-def test_a_model_that_was_written_to_is_packed_again() -> None:
-    kind, config = MODELS["llama"]
-    model = strengthen(kind(config), 3).eval()
-    lm = CausalLM(model, execution="packed", probe=False)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(-1)
-    lm.refresh()
-    made = DraftModelDrafter(lm, target_vocab_size=V, policy=LengthPolicy(4))
-    found = drafts_of(made)
-    fresh = DraftModelDrafter(
-        CausalLM(model, execution="eager", probe=False), target_vocab_size=V, policy=LengthPolicy(4)
-    )
-    assert drafts_of(fresh) == found
 
 
 def test_weights_that_were_released_are_those_that_were_packed() -> None:

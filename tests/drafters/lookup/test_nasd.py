@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drafting import made
 from drafting import started as begun
 from foredraft.drafters.lookup.nasd import NasdDrafter
-from foredraft.engine.drafter import Features, Needs, StepResult
+from foredraft.engine.drafter import Features, StepResult
 from foredraft.tree import DraftTree
 
 
@@ -140,38 +140,12 @@ def test_a_tree_keeps_to_its_limits_and_contains_the_chain(tokens: list[int], br
 # --- literal texts ---------------------------------------------------------------------------------
 
 
-def test_unknown_context_ends_the_draft() -> None:
-    assert proposal([1, 2, 3]).tokens == (3,)
-    assert proposal([1]).tokens == (1,)
-    assert proposal([1, 2, 9, 1], num_speculative_tokens=5, ngram_size=2).tokens == (1, 2, 9, 1, 2, 9)
-    assert proposal([4, 4, 7, 4], num_speculative_tokens=5, ngram_size=2).tokens == (4, 7, 4, 7, 4, 7)
-
-
 def test_runners_up_fill_unknown_places_but_weigh_less() -> None:
     """Place 1 holds 5, the target ranked 6 and 7 there too: after 1 comes 5 first, then 6, then 7."""
     features = ranked([5, 6, 7], [0, 8, 9])
     tree = proposal([1, 5, 1], features, num_speculative_tokens=1, ngram_size=2, num_draft_branches=3)
     assert tree.tokens == (1, 5, 6, 7)
     assert tree.scores == pytest.approx((1.0, 1 / 2.5, 0.25 / 2.5, 0.25 / 2.5))
-
-
-def test_four_runner_up_places_are_worth_one_observation() -> None:
-    """After 1 the target once said 5 and ranked 6 every time; 6 overtakes at the fifth place."""
-    drafter = made("nasd", length=1, ngram_size=2)
-    row = started(drafter, [1])
-    said = []
-    for other in (5, 20, 21, 22):
-        observed(drafter, row, DraftTree.root(1), [other, 1], ranked([other, 6], [1, 1]))
-        said.append(drafter.propose([row], [1])[0].tokens[1])
-    assert said == [5, 20, 21, 22]
-    observed(drafter, row, DraftTree.root(1), [23, 1], ranked([23, 6], [1, 1]))
-    assert drafter.propose([row], [1])[0].tokens == (1, 6)
-
-
-def test_the_chosen_token_is_not_counted_as_a_runner_up() -> None:
-    features = ranked([5, 6], [1, 8], [5, 6])
-    tree = proposal([1, 5, 1, 5, 1], features, num_speculative_tokens=1, ngram_size=2, num_draft_branches=2)
-    assert tree.scores == pytest.approx((1.0, 2 / 3.5, 0.5 / 3.5))
 
 
 def test_features_of_a_cut_step_do_not_spill() -> None:
@@ -191,21 +165,3 @@ def test_tree_takes_the_likeliest_paths() -> None:
     assert (tree.tokens, tree.parents) == ((1, 2, 1, 3, 1), (-1, 0, 1, 0, 3))
     assert tree.scores == pytest.approx((1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 8))
     assert tree.source == "nasd"
-
-
-# --- rows and options ------------------------------------------------------------------------------
-
-
-def test_asks_for_as_many_as_it_learns() -> None:
-    class Asked(Ranked):
-        wanted: ClassVar[list[int]] = []
-
-        def top_ids(self, k: int, nodes: Any) -> torch.Tensor:
-            self.wanted.append(k)
-            return super().top_ids(k, nodes)
-
-    for k in (3, 1):
-        started(made("nasd", filler_top_k=k), [1, 2], Asked([[2, 3, 4, 5]]))
-    assert Asked.wanted == [3]
-    anything: Any = None
-    assert NasdDrafter().needs(anything, anything) == Needs()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drafting import StubRow, begin, made, started
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.drafters.lookup.ngram import NGramDrafter, continuation
+from foredraft.drafters.lookup.ngram import NGramDrafter
 from foredraft.engine.drafter import StepResult
 from foredraft.errors import ConfigError
 from foredraft.methods.lengths import Heuristic
@@ -72,59 +72,12 @@ def test_draft_equals_the_scan(
 # --- literal texts ---------------------------------------------------------------------------------
 
 
-def test_longest_suffix_wins_over_the_more_recent() -> None:
-    """After 1 2 3 came 4; after the later 9 2 3 came 5."""
-    tokens = [1, 2, 3, 4, 0, 9, 2, 3, 5, 0, 1, 2, 3]
-    assert proposal(tokens, num_speculative_tokens=1).tokens == (3, 4)
-    assert proposal(tokens, num_speculative_tokens=1, prompt_lookup_max=2).tokens == (3, 5)
-
-
-def test_most_recent_occurrence_wins_among_equals_unless_the_earliest_is_asked_for() -> None:
-    tokens = [1, 2, 8, 1, 2, 9, 1, 2, 7, 1, 2]
-    assert proposal(tokens, num_speculative_tokens=1).tokens == (2, 7)
-    assert proposal(tokens, num_speculative_tokens=1, prompt_lookup_match="earliest").tokens == (2, 8)
-    assert proposal(
-        tokens, num_speculative_tokens=1, prompt_lookup_match="earliest", num_prompt_lookup_candidates=2
-    ).tokens == (2, 8, 9)
-    with pytest.raises(ConfigError, match="choose one of latest, earliest"):
-        SpeculativeConfig("ngram", prompt_lookup_match="first")
-
-
-@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4], [1, 2, 1]])
-def test_nothing_found_is_the_empty_draft(tokens: list[int]) -> None:
-    """Or a match that is too short: of one token where two are wanted."""
-    assert proposal(tokens).tokens == (tokens[-1],)
-
-
-def test_the_suffix_does_not_match_itself() -> None:
-    """The only earlier 7 7 is the one that overlaps the suffix by one token: it predicts another 7."""
-    assert proposal([1, 7, 7]).tokens == (7,)
-    assert proposal([1, 7, 7, 7], num_speculative_tokens=3).tokens == (7, 7, 7, 7)
-
-
-@pytest.mark.parametrize(
-    ("start", "length", "copy"),
-    [
-        (1, 5, (2, 3, 2, 3, 2)),
-        (2, 3, (3, 3, 3)),
-        (0, 3, (1, 2, 3)),
-        (0, 2, (1, 2)),
-        (1, 2, (2, 3)),
-        (0, 4, (1, 2, 3, 1)),
-    ],
-)
-def test_continuation_literal(start: int, length: int, copy: tuple[int, ...]) -> None:
-    assert continuation([1, 2, 3], start, length) == copy
-
-
-def test_candidates_become_one_tree() -> None:
+def test_a_tree_keeps_to_its_number_of_nodes() -> None:
     """1 2 was followed by 3 5, before that by 3 4, before that by 6 7."""
     tokens = [1, 2, 6, 7, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
-    tree = proposal(tokens, num_speculative_tokens=2, num_prompt_lookup_candidates=3)
-    assert (tree.tokens, tree.parents) == ((2, 3, 5, 4, 6, 7), (-1, 0, 1, 1, 0, 4))
+    tree = proposal(tokens, num_speculative_tokens=2, num_prompt_lookup_candidates=3, max_draft_nodes=4)
+    assert tree.tokens == (2, 3, 5, 4)
     assert tree.source == "ngram"
-    limited = proposal(tokens, num_speculative_tokens=2, num_prompt_lookup_candidates=3, max_draft_nodes=4)
-    assert limited.tokens == (2, 3, 5, 4)
 
 
 def test_depth_keeps_to_budget_and_policy() -> None:
@@ -144,7 +97,9 @@ def test_heuristic_policy_hears_the_outcome() -> None:
     assert drafter.propose([row], [9])[0].tokens == (5, 6, 7, 8, 1)
 
 
-def test_bounds_that_exclude_each_other_are_refused() -> None:
+def test_options_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="choose one of latest, earliest"):
+        SpeculativeConfig("ngram", prompt_lookup_match="first")
     with pytest.raises(ConfigError, match="is more than prompt_lookup_max"):
         made("ngram", prompt_lookup_min=3, prompt_lookup_max=2)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -36,23 +36,6 @@ def count(texts: Sequence[Sequence[int]], string: Sequence[int]) -> int:
 # -- automaton ---------------------------------------------------------------------------------------------------------
 
 
-@given(text=TEXTS, max_length=st.sampled_from([2, 3, 5, 24]))
-@settings(max_examples=120, deadline=None)
-def test_every_short_string_is_counted(text: list[int], max_length: int) -> None:
-    """Counts and latest ends of all strings up to max_length, after every token."""
-    automaton = SuffixAutomaton(max_length)
-    for length in range(1, len(text) + 1):
-        automaton.extend(text[:length])
-    for start in range(len(text)):
-        state = 0
-        for length in range(1, min(max_length, len(text) - start) + 1):
-            string = text[start : start + length]
-            state = automaton._next[state][string[-1]]
-            assert automaton._count[state] == count([text], string)
-            last = max(i for i in range(len(text)) if text[i : i + len(string)] == string)
-            assert automaton._recent[state] == last + len(string)
-
-
 @given(text=TEXTS, max_length=st.sampled_from([2, 4, 24]))
 @settings(max_examples=120, deadline=None)
 def test_the_match_is_the_longest_end_that_occurred_before(text: list[int], max_length: int) -> None:
@@ -63,38 +46,45 @@ def test_the_match_is_the_longest_end_that_occurred_before(text: list[int], max_
     assert (0 if place is None else place.length) == min(longest, max_length - 1)
 
 
-@given(text=TEXTS)
-@settings(max_examples=80, deadline=None)
-def test_candidates_have_followed_and_share_less_than_one(text: list[int]) -> None:
-    automaton = SuffixAutomaton(24)
+def followers(text: list[int], length: int) -> dict[int, tuple[float, int]]:
+    """Score and latest end of the tokens that followed the last ``length`` tokens, by looking everywhere.
+
+    A token has n / (total + 1 / length), and shares in the rest by the longest shorter context that occurred more
+    often; of four contexts at most.
+    """
+    found: dict[int, tuple[float, int]] = {}
+    rest = 1.0
+
+    def ends(size: int) -> list[int]:
+        return [at for at in range(size, len(text) + 1) if text[at - size : at] == text[len(text) - size :]]
+
+    for _ in range(4):
+        after: dict[int, list[int]] = defaultdict(list)
+        for at in ends(length)[:-1]:
+            after[text[at]].append(at + 1)
+        total = sum(map(len, after.values()))
+        for token, places in after.items():
+            score, latest = found.get(token, (0.0, max(places)))
+            found[token] = score + rest * len(places) * length / (total * length + 1), latest
+        rest /= total * length + 1
+        length = next((size for size in range(length - 1, 0, -1) if len(ends(size)) > total + 1), 0)
+        if not length:
+            break
+    return found
+
+
+@given(text=TEXTS, size=st.integers(0, 40), max_length=st.sampled_from([2, 3, 5, 24]))
+@settings(max_examples=200, deadline=None)
+def test_candidates_are_counted_in_all_contexts(text: list[int], size: int, max_length: int) -> None:
+    """Of a text that was given in two parts."""
+    automaton = SuffixAutomaton(max_length)
+    automaton.extend(text[:size])
     automaton.extend(text)
     place = automaton.match()
-    if place is None:
-        return
-    candidates = automaton.candidates(place)
-    assert {c.token for c in candidates} <= {b for a, b in pairwise(text) if a == text[-1]}
-    assert sum(c.score for c in candidates) < 1.0
-    assert len({c.token for c in candidates}) == len(candidates)
-
-
-def test_shares_follow_the_counts_of_the_longest_context() -> None:
-    """After 1 2: 3 twice, 4 once; after 2 alone, 5 too. n / (total + 1 / length), and the rest by the shorter one."""
-    automaton = SuffixAutomaton(24)
-    automaton.extend([1, 2, 3, 1, 2, 4, 1, 2, 3, 9, 2, 5, 1, 2])
-    place = automaton.match()
-    assert place is not None
-    share = {c.token: c.score for c in automaton.candidates(place)}
-    rest = 0.5 / 3.5  # of a context of 2 tokens that was seen 3 times
-    assert share[3] == pytest.approx(2 / 3.5 + rest * 2 / 5)
-    assert share[5] == pytest.approx(rest * 1 / 5)
-
-
-def test_of_equal_successors_the_latest_comes_first() -> None:
-    automaton = SuffixAutomaton(24)
-    automaton.extend([1, 2, 7, 1, 3, 8, 1])
-    place = automaton.match()
-    assert place is not None
-    assert grow(1, [GrowthRoot(automaton.candidates, place)], TreeLimits(3, 1)).tokens == (1, 3, 2)
+    if place is not None:
+        found, wanted = automaton.candidates(place), followers(text, place.length)
+        assert {one.token: one.score for one in found} == pytest.approx({token: wanted[token][0] for token in wanted})
+        assert {one.token: one.recency for one in found} == {token: wanted[token][1] for token in wanted}
 
 
 def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
@@ -106,7 +96,7 @@ def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
     assert tree.tokens == (3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
 
 
-def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_does_not_grow_with_the_text() -> None:
     """Link steps per token are bounded, also in a run of one token, where the chain of links is as long as the text."""
     steps = 0
 
@@ -299,6 +289,7 @@ def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
         ({"method": "suffix", "rejection_sample_method": "block"}, "accepts only chains"),
         ({"method": "rest", "num_speculative_tokens": 65}, "at most 64"),
         ({"method": "rest", "retrieval_match_min": 9, "retrieval_match_max": 3}, "retrieval_match_min=9 is more than"),
+        ({"method": "rest", "retrieval_max_hits": 0}, "retrieval_max_hits"),
         ({"method": "rest", "datastore": "/nowhere"}, "which does not exist"),
         ({"method": "ngram", "datastore": "x"}, "only for rest"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, in_turns
 from drafting import SKIPPED, layer_skip, quantized_self
 from foredraft.config.engine import EngineConfig
 from foredraft.config.sampling import SamplingParams
-from foredraft.drafters.parts.layer_set import LayerSet, quantized, skipping
+from foredraft.drafters.parts.layer_set import LayerSet, quantized, run_once, skipping
 from foredraft.drafters.parts.self_draft import SelfDrafter
 from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError
@@ -24,11 +25,12 @@ from foredraft.llm import LLM
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import PackedLinear, packed_products
 from foredraft.model.lm import CausalLM, Nodes
-from foredraft.model.sublayers import sublayers
+from foredraft.model.sublayers import SkippableLayers, sublayers
 from foredraft.native.codes import Codes
 from foredraft.testing import compare, decode, toy_model
-from harness import adapter, drafted
+from harness import adapter, drafted, random_ids
 
+IDS = [5, 9, 2, 60]
 DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
     "layer-skip-chain": lambda: layer_skip(4, VOCAB_SIZE),
     "layer-skip-tree": lambda: layer_skip(4, VOCAB_SIZE, num_branches=3),
@@ -72,6 +74,58 @@ def test_self_drafters_sample_under_the_rejection_rules(acceptance: str) -> None
     assert 0 < accepted < sum(row.stats.num_draft_tokens for row in rows)
 
 
+# -- at its limit: a variant that leaves nothing out is the target, so every draft must be right ---------------------
+
+SELF_DRAFTED = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "olmo2", "gpt-neox")
+"""Grouped heads, norms of queries and keys, post-norms, windows, learned positions, parallel residuals."""
+DEPTH = 3
+nothing_left_out = partial(layer_skip, DEPTH, VOCAB_SIZE, layer_set=LayerSet())
+
+
+@pytest.mark.parametrize(
+    ("name", "num_branches"),
+    [
+        pytest.param(name, branches, marks=() if name == "llama" or branches == 1 + 2 * (i % 2) else pytest.mark.full)
+        for i, name in enumerate(SELF_DRAFTED)
+        for branches in (1, 3)
+    ],
+)
+def test_a_variant_that_leaves_nothing_out_is_always_right(name: str, num_branches: int) -> None:
+    """Ragged rows, greedy and sampled, that end at different steps: each takes ceil(tokens / (K + 1)) steps."""
+    engine = Engine(adapter(name), nothing_left_out(num_branches=num_branches))
+    sizes = (4, 12, 9, 20)
+    rows = [
+        engine.add_request(
+            random_ids(5 + 4 * i, i), SamplingParams(max_tokens=size, temperature=0.9 * (i % 2), seed=i)
+        )[0]
+        for i, size in enumerate(sizes)
+    ]
+    list(engine.run())
+    assert [row.stats.num_steps for row in rows] == [-(-size // (DEPTH + 1)) for size in sizes]
+
+
+@pytest.mark.parametrize("num_branches", [1, 2])
+def test_a_row_that_may_not_draft_takes_nobodys_place(num_branches: int) -> None:
+    """Rows lie in the target's cache where they are, whether they draft or not."""
+    drafter = nothing_left_out(num_branches=num_branches)
+    engine = Engine(adapter("llama"), drafter)
+    rows = [
+        engine.add_request(random_ids(6 + i, i), SamplingParams(max_tokens=30, temperature=0.0))[0] for i in range(3)
+    ]
+    while not all(row.num_output_tokens for row in rows):
+        engine.step()
+    lengths = list(engine.cache.lengths)
+    everybody = drafter.propose(rows, [DEPTH] * 3)
+    for absent in range(3):
+        budgets = [0 if i == absent else DEPTH for i in range(3)]
+        some = drafter.propose(rows, budgets)
+        assert [len(tree) for tree in some][absent] == 1
+        assert [some[i].tokens for i in range(3) if i != absent] == [
+            everybody[i].tokens for i in range(3) if i != absent
+        ]
+    assert list(engine.cache.lengths) == lengths
+
+
 # -- the variants themselves ---------------------------------------------------------------------------------------
 
 
@@ -85,8 +139,8 @@ def test_early_exit_is_the_model_without_its_last_layers(execution: str) -> None
     shorter = copy.deepcopy(model)
     shorter.model.layers = shorter.model.layers[:1]
     variant = skipping(CausalLM(model, execution=execution), LayerSet.exit_at(1, len(model.model.layers)))
-    expected = shorter(torch.tensor([[5, 9, 2, 60]]), use_cache=False).logits[0]
-    torch.testing.assert_close(logits_of(variant, [5, 9, 2, 60]), expected, atol=1e-4, rtol=1e-4)
+    expected = shorter(torch.tensor([IDS]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(variant, IDS), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.sample(6)
@@ -99,9 +153,34 @@ def test_a_skipped_branch_adds_nothing(name: str, branch: str) -> None:
     lm = CausalLM(model, execution="eager")
     variant = skipping(lm, LayerSet((1,), ()) if branch == "attention" else LayerSet((), (1,)))
     silence(silent, 1, branch)
-    expected = silent(torch.tensor([[5, 9, 2, 60]]), use_cache=False).logits[0]
-    torch.testing.assert_close(logits_of(variant, [5, 9, 2, 60]), expected, atol=1e-9, rtol=1e-9)
-    assert (logits_of(lm, [5, 9, 2, 60]) - expected).abs().max() > 1e-3
+    expected = silent(torch.tensor([IDS]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(variant, IDS), expected, atol=1e-9, rtol=1e-9)
+    assert (logits_of(lm, IDS) - expected).abs().max() > 1e-3
+
+
+def test_what_was_left_out_is_put_back_before_something_else_is() -> None:
+    lm, parts = CausalLM(toy_model(64), execution="eager"), []
+
+    def edit(variant: CausalLM, _: Any) -> None:
+        parts.append(SkippableLayers(variant.layers, lambda: run_once(variant)))
+
+    variant = lm.variant("changing", edit)
+    parts[0].leave_out([0], [1])
+    parts[0].leave_out([1], [])
+    torch.testing.assert_close(logits_of(variant, IDS), logits_of(skipping(lm, LayerSet((1,), ())), IDS))
+    parts[0].leave_out([], [])
+    torch.testing.assert_close(logits_of(variant, IDS), logits_of(lm, IDS))
+
+
+def test_four_bit_weights_and_a_layer_set_work_together() -> None:
+    """As if the layers were not there."""
+    model = toy_model(64, dtype=torch.float32)
+    shorter = copy.deepcopy(model)
+    shorter.model.layers = shorter.model.layers[:1]
+    shorter.config.num_hidden_layers, shorter.config.layer_types = 1, None
+    both = quantized(CausalLM(model, execution="eager"), 32, LayerSet.exit_at(1, 2))
+    alone = quantized(CausalLM(shorter, execution="eager"), 32, LayerSet())
+    torch.testing.assert_close(logits_of(both, IDS), logits_of(alone, IDS))
 
 
 ENDS = {
@@ -125,7 +204,7 @@ def silence(model: Any, layer: int, branch: str) -> None:
 
 def test_the_users_model_and_its_other_users_see_nothing() -> None:
     model = toy_model(64)
-    ids = torch.tensor([[5, 9, 2, 60]])
+    ids = torch.tensor([IDS])
     before, forwards = model(ids).logits.clone(), [vars(module).get("forward") for module in model.modules()]
     target = CausalLM(model, execution="eager")
     drafter = layer_skip(3, 64)
@@ -175,8 +254,8 @@ def test_the_output_embedding_keeps_its_weights_unless_asked() -> None:
     heads = {}
     for with_head in (False, True):
         variant = quantized(lm, 32, LayerSet(), with_head=with_head)
-        heads[with_head] = type(replacement(variant._shadow.get_output_embeddings()))
-        assert len(packed_products(variant._shadow)) == 12 + with_head
+        heads[with_head] = type(replacement(variant.shadow.get_output_embeddings()))
+        assert len(packed_products(variant.shadow)) == 12 + with_head
     assert heads == {False: type(None), True: PackedLinear}
 
 
@@ -222,7 +301,6 @@ def test_wrong_layer_sets_and_groups_are_refused(config: dict[str, Any], message
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ("{}", "not a foredraft layer set file"),
         ('{"format": "foredraft-layer-set"}', "skipped_attention"),
         ('{"format": "foredraft-layer-set", "skipped_attention": [1.7], "skipped_mlp": []}', "has 1.7, not a whole"),
         ('{"format": "foredraft-layer-set", "skipped_attention": [true], "skipped_mlp": []}', "has True, not a whole"),
@@ -252,7 +330,7 @@ def test_a_model_without_a_layer_set_is_searched_for_one() -> None:
     model = toy_model(64, num_hidden_layers=4)
     llm = LLM(model, speculative_config={"method": "layer_skip", "length_policy": "fixed"})
     params = SamplingParams(temperature=0, max_tokens=12)
-    (output,), (plain,) = (each.generate([[5, 9, 2, 60]], params) for each in (llm, LLM(model)))
+    (output,), (plain,) = (each.generate([IDS], params) for each in (llm, LLM(model)))
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
     assert output.metrics.speculative_decoding["num_draft_tokens"] > 0
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
+from test_identity import PROMPTS
 from test_sparse_kv import columns_of, draft_of, model_over_kept_keys, naive_choice
 
 import toys
@@ -20,43 +19,16 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.parts.self_draft import SelfDrafter
-from foredraft.engine.drafter import Drafter
 from foredraft.engine.engine import Engine, EngineConfig
-from foredraft.errors import ConfigError, ShapeError, UnsupportedModelError
+from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import CacheGroup
-from foredraft.model.cache.views import ViewCache
 from foredraft.model.lm import CausalLM
-from foredraft.testing import GREEDY, compare, decode, perturbed, toy_model
+from foredraft.testing import GREEDY, decode, perturbed, toy_model
 from foredraft.tree import DraftTree
 from harness import draft_adapter, first_attention, random_ids
 
 TOY = 64
-
-
-DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
-    "streaming": small,
-    "streaming-tree": lambda model: small(model, num_branches=3),
-    "snapkv": lambda model: small(model, "snapkv"),
-    "snapkv-tree": lambda model: small(model, "snapkv", num_branches=3),
-    "union": lambda model: UnionDrafter(
-        [made("ngram", 4, prompt_lookup_min=1), small(model, "snapkv", num_branches=2), small(model)]
-    ),
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "gemma3"))]
-)
-def test_a_small_model_over_a_part_of_its_cache_changes_no_token(name: str, drafter: str) -> None:
-    """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget.
-
-    The view over every architecture is that of `test_sparse_kv.py`, the model that of `test_identity.py`.
-    """
-    made = DRAFTERS[drafter](draft_adapter(name))
-    compare(run_mixed(name, made), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
 
 
 # -- the view ------------------------------------------------------------------------------------------------------
@@ -262,11 +234,3 @@ def test_small_models_with_an_attention_of_their_own_are_refused_by_name() -> No
     config = {"method": "sparse_kv", "model": target_model("llama", "eager"), "kv_selector": "snapkv"}
     with pytest.raises(UnsupportedModelError, match="its own attention code"):
         LLM(target_model("llama", "sdpa"), speculative_config=config)
-
-
-def test_a_view_gives_back_only_what_it_holds() -> None:
-    lm = toys.target()
-    cache, whole = ViewCache(lm.num_layers, num_rows=1), lm.new_cache(1)
-    cache.offsets[0] = 5
-    with pytest.raises(ShapeError, match="has 0 columns, but the other cache lacks 5"):
-        cache.give_back(0, whole)
