@@ -45,7 +45,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from promise import METHODS, TEXTS
+from guarantee import METHODS, TEXTS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -724,7 +724,7 @@ def oracle(model: Model, prompts: Sequence[Sequence[int]]) -> Drafter:
 
 
 def draft_model(model: Model, _: Sequence[Sequence[int]]) -> Drafter:
-    if not model.name.startswith("random:") and zoo.brings(model.name, "draft"):
+    if not model.name.startswith("random:") and zoo.includes(model.name, "draft"):
         return model.llm.with_speculative_config("draft_model").drafting.new_drafter()
     return DraftModelDrafter(model.draft_model, target_vocab_size=model.llm.target.vocab_size)
 

@@ -46,7 +46,7 @@ def load_pair(model: str, draft_model: str | None, dtype: str) -> Pair:
     """
     target = load_model(model, dtype=dtype)
     zoo_name = model if is_zoo(model) else None
-    name = draft_model or (zoo_name if zoo_name is not None and zoo.brings(zoo_name, "draft") else None)
+    name = draft_model or (zoo_name if zoo_name is not None and zoo.includes(zoo_name, "draft") else None)
     drafter = None if name is None else load_model(name, part="draft", dtype=target.model.dtype).model
     return Pair(target.model, drafter, target.tokenizer, tuple(eos_token_ids(target.model)), zoo_name)
 

@@ -86,9 +86,9 @@ def helps() -> Iterator[str]:
 
 def routes() -> Iterator[str]:
     """Fields that requests may have, by endpoint."""
-    from foredraft.serve import asking, responses
+    from foredraft.serve import parsed_request, responses
 
-    for module in (asking, responses):
+    for module in (parsed_request, responses):
         for name, value in sorted(vars(module).items()):
             if name.isupper() and isinstance(value, (set, frozenset, dict, tuple)):
                 listed = sorted(map(str, value))

@@ -16,7 +16,7 @@ from test_broken_steps import TOY_PARAMS, expected_of_toy, given, tokens, toy
 from foredraft import LLM
 from foredraft.bench.report import Report
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.folders import append_lines, filling, is_no_room, keep_json, keep_text, write_text
+from foredraft.folders import append_lines, filling, is_no_room, keep_json, write_atomically, write_text
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.loading.stored import save_compressed
 from foredraft.methods.rank_tree import RankTree
@@ -71,10 +71,10 @@ def test_what_was_kept_before_stays_whole(save: Any, file_name: str, error: type
 
 def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    keep_text(tmp_path / "link", "text")
+    write_atomically(tmp_path / "link", "text")
     assert (tmp_path / "file").read_text() == "text"
     assert (tmp_path / "link").is_symlink()
-    keep_text(Path("/dev/null"), "text")
+    write_atomically(Path("/dev/null"), "text")
     assert Path("/dev/null").is_char_device()
 
 

@@ -16,7 +16,7 @@ import foredraft
 from foredraft import LLM, SamplingParams, StructuredOutputs, speculate
 from foredraft.cli.writers import summary
 from foredraft.config.acceptance import MATCH, TYPICAL
-from foredraft.config.engine import Promise
+from foredraft.config.engine import Guarantee
 from foredraft.drafters import make_drafter
 from foredraft.drafters.context import DrafterContext
 from foredraft.engine.stats import StepClock, StepSeconds
@@ -291,7 +291,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:
     assert output.outputs[0].text == ""
     with pytest.raises(PromptError, match="no tokenizer"):
         llm.generate("text")
-    with pytest.raises(ConfigError, match=r"SamplingParams\.stop is text.*stop_token_ids"):
+    with pytest.raises(ConfigError, match=r"^stop is text.*stop_token_ids"):
         llm.generate([[1]], SamplingParams(stop="x"))
     with pytest.raises(ConfigError, match="bad_words_ids"):
         llm.generate([[1]], SamplingParams(bad_words=["x"]))
@@ -511,12 +511,12 @@ def test_one_line_says_what_was_loaded_and_how_it_decodes(
 def test_the_load_line_says_that_bits_are_kept_where_they_are() -> None:
     info = LLM("zoo:tiny", execution="eager").model_info
     smollm2 = replace(info, name="zoo:smollm2", dtype="bfloat16", quantization="int8", kv_cache_dtype="int8")
-    output = output_words(MATCH, Promise("native"))
+    output = output_words(MATCH, Guarantee("bit-identical"))
     assert load_line(smollm2, ["suffix", "eagle3"], output) == (
         "SmolLM2-135M-Instruct · bfloat16, int8 weights, keys and values in int8 · drafting: suffix + eagle3 · output: "
         "bit-identical to plain decoding"
     )
-    assert output_words(TYPICAL, Promise("native")) == "lossy (typical acceptance)"
+    assert output_words(TYPICAL, Guarantee("bit-identical")) == "lossy (typical acceptance)"
     assert load_line(
         replace(info, name="/models/Qwen/", device="cuda:0", dtype="float16", kv_cache_dtype="float16")
     ) == ("Qwen · float16 on cuda:0 · drafting: none")
@@ -525,10 +525,10 @@ def test_the_load_line_says_that_bits_are_kept_where_they_are() -> None:
 def test_results_name_the_promise_that_holds() -> None:
     llm = LLM(toy_model(), "ngram", execution="eager")
     metrics = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))[0].metrics
-    assert metrics.promise == llm.promise
-    assert (llm.promise.kind, llm.promise.reason) == ("near-ties", "it runs eagerly")
+    assert metrics.guarantee == llm.guarantee
+    assert (llm.guarantee.kind, llm.guarantee.reason) == ("up to rounding", "it runs eagerly")
     by_distribution = llm.with_speculative_config({"method": "ngram", "rejection_sample_method": "block"})
-    assert by_distribution.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1))[0].metrics.promise is None
+    assert by_distribution.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1))[0].metrics.guarantee is None
 
 
 @pytest.mark.parametrize(

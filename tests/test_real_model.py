@@ -1,8 +1,8 @@
 """A real chat model: drafted texts are plain texts, and plain texts those of transformers.
 
 zoo:smollm2 on prompts through its chat template, greedy and sampled. Plain decoding runs every request alone, drafting
-runs them in a batch. Cells are those of ``benchmarks/promise.py``: where the library's own kernels run, texts have the
-bits of plain decoding; elsewhere what differs is a near-tie.
+runs them in a batch. Cells are those of ``benchmarks/guarantee.py``: where the library's own kernels run, texts have
+the bits of plain decoding; elsewhere what differs is a near-tie.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
-import promise
+import guarantee
 import pytest
 import torch
-from promise import Said, Study, gap_of
+from guarantee import Said, Study, gap_of
 
 from foredraft import SamplingParams, zoo
 from foredraft.loading.models import load_tokenizer
@@ -54,7 +54,7 @@ COVERING = {
 @pytest.fixture(scope="module", autouse=True)
 def _own_methods() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(promise, "METHODS", {**promise.METHODS, **OWN})
+        patch.setattr(guarantee, "METHODS", {**guarantee.METHODS, **OWN})
         yield
 
 

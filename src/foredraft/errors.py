@@ -136,7 +136,7 @@ def as_exception(fault: BaseException) -> Exception:
     """
     if isinstance(fault, Exception):
         return fault
-    error = RuntimeError(described(fault))
+    error = RuntimeError(error_with_type(fault))
     error.__cause__ = fault
     return error
 
@@ -145,21 +145,21 @@ MOST_CHARACTERS = 1000
 """Length of the longest message that is passed on. A caller's code may put a whole array into a message."""
 
 
-def shortened(message: str) -> str:
+def shortened_message(message: str) -> str:
     """Return the message, or both ends of a long one."""
     if len(message) <= MOST_CHARACTERS:
         return message
     return f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
 
 
-def described(error: BaseException) -> str:
+def error_with_type(error: BaseException) -> str:
     """Return type and message of an error, shortened. Also works if the message cannot be formatted."""
     try:
-        return shortened(f"{type(error).__name__}: {error}")
+        return shortened_message(f"{type(error).__name__}: {error}")
     except Exception:
         return type(error).__name__
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an error for the result of a row. Errors of other libraries include their type."""
-    return shortened(str(error)) if isinstance(error, ForedraftError) else described(error)
+    return shortened_message(str(error)) if isinstance(error, ForedraftError) else error_with_type(error)

@@ -156,12 +156,12 @@ def read_own_json(path: Path, form: str, name: str, remedy: str) -> dict[str, An
 
 
 def keep_json(file: Path, content: object) -> None:
-    """Write JSON by `keep_text`. The file's folder is created if it does not exist."""
+    """Write JSON by `write_atomically`. The file's folder is created if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    keep_text(file, json.dumps(content, indent=1) + "\n")
+    write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 
-def keep_text(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Write a file atomically: others see it complete or not at all.
 
     A device such as /dev/stdout is written to directly.
@@ -178,12 +178,12 @@ def keep_text(file: Path, text: str) -> None:
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:
-    """Write a file that a user named, by `keep_text`.
+    """Write a file that a user named, by `write_atomically`.
 
     Raises: ConfigError if the file cannot be written.
     """
     try:
-        keep_text(Path(file).expanduser(), text)
+        write_atomically(Path(file).expanduser(), text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}; check the directory") from None
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foredraft import forking, zoo
 from foredraft.config.acceptance import MATCH
-from foredraft.config.engine import Promise
+from foredraft.config.engine import Guarantee
 from foredraft.config.keywords import takes_aliases
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig, SpeculativeLike
@@ -206,7 +206,7 @@ class LLM:
             self.model_info,
             title,
             loaded,
-            self.promise if drafts.is_speculative else None,
+            self.guarantee if drafts.is_speculative else None,
             rule=drafts.rule,
             drafters=drafter_titles(self.drafting.config),
             drafter=self.drafting.info,
@@ -258,9 +258,9 @@ class LLM:
         )
 
     @property
-    def promise(self) -> Promise:
+    def guarantee(self) -> Guarantee:
         """Guarantee for outputs compared with plain decoding, whatever is drafted: bitwise, or up to rounding."""
-        return self.target.promise(self.engine_config.exactness)
+        return self.target.guarantee(self.engine_config.exactness)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
-"""Progress bars on standard error, and log records about what is being loaded."""
+"""Progress bars on standard error, and lines about what is being loaded."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -21,15 +23,50 @@ from rich.progress import (
 SECONDS_PER_LINE = 10.0
 """Seconds between lines of progress without a terminal."""
 
+SECONDS_UNSAID = 0.5
+"""Seconds for which work goes on without a line that names it, if it may also be quick."""
+
 Watch = Callable[[str, int, int], None]
 """Called with the name of what is running, the part done, and the total."""
 
 logger = logging.getLogger("foredraft")
 
 
-def stage(what: str, level: int = logging.INFO) -> None:
-    """Log the start of work that may take seconds. The command line shows these records as its status."""
+def stage(what: str, level: int = logging.INFO, *, ends_line: bool = False) -> None:
+    """Log the start of work that may take seconds. The command line shows these records as its status.
+
+    In Python, a record of level INFO is also a line on standard error if that is a terminal or a notebook, unless the
+    program handles these records or has turned them off.
+
+    Args:
+      ends_line: True if text that does not end with a line break may be on the terminal.
+    """
+    if _is_awaited(level):
+        sys.stderr.write(f"{chr(10) if ends_line else ''}foredraft: {what} ...\n")
+        sys.stderr.flush()
     logger.log(level, "%s ...", what, extra={"is_stage": True})
+
+
+def _is_awaited(level: int) -> bool:
+    """Whether someone at a terminal or a notebook would otherwise not see a record."""
+    is_handled = logger.isEnabledFor(level) and logger.hasHandlers()
+    is_off = logger.disabled or logger.level > level or logger.manager.disable >= level
+    if level < logging.INFO or is_handled or is_off or sys.stderr is None:
+        return False
+    console = Console(stderr=True)
+    return console.is_terminal or console.is_jupyter
+
+
+@contextmanager
+def stage_if_slow(name: Callable[[], str], *, ends_line: bool = False) -> Iterator[None]:
+    """Log a `stage` if the block takes longer than `SECONDS_UNSAID`. ``name`` returns its name."""
+    timer = threading.Timer(SECONDS_UNSAID, lambda: stage(name(), ends_line=ends_line))
+    timer.daemon = True  # ends with the program
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def outcome(*rows: MethodRow, kinds: tuple[str, ...] | None = None, **changes: A
         num_prompts_planned=num_prompts,
         runs_per_prompt=2,
         other_cpu_share=0.0,
-        promise="bit-identical to plain decoding",
+        guarantee="bit-identical to plain decoding",
         repeated_share=0.0,
         plain=replace(row("plain"), comparison=None),
         rows=rows,
@@ -181,7 +181,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
         best,
         untimed,
         kinds=("chat", "code", "chat"),
-        promise="same tokens as plain decoding up to rounding",
+        guarantee="same tokens as plain decoding up to rounding",
         different=(wrong,),
         refused=(RefusedMethod("rest", "method 'rest' needs a datastore [and a reason]"),),
     )
@@ -234,7 +234,7 @@ def test_methods_are_compared_with_plain_decoding(methods: Methods) -> None:
     assert seen == [1, 2]
     assert [one.method for one in found.rows] == ["ngram", "draft_model"]
     assert [one.method for one in found.refused] == ["rest datastore=/nowhere"]
-    assert found.promise == methods.target.promise("default").describe()
+    assert found.guarantee == methods.target.guarantee("default").describe()
     for one in found.rows:
         assert one.equality.num_identical == one.equality.num_prompts == 2
         assert one.tokens_per_step >= 1
@@ -288,7 +288,7 @@ def test_partings_are_counted_up_to_a_near_tie(monkeypatch: pytest.MonkeyPatch) 
     for gap, is_near in ((0.5 * limit, True), (2.0 * limit, False)):
         monkeypatch.setattr("foredraft.bench.methods.gap_of", lambda *_, gap=gap: lambda *_: gap)
         found = methods.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
-        assert "up to rounding" in found.promise
+        assert "up to rounding" in found.guarantee
         assert [one.method for one in found.rows] == (["ngram", "suffix"] if is_near else ["suffix"])
         (judged,) = [found.rows[0].equality] if is_near else found.different
         assert [one.gap for one in judged.divergences] == [gap] * 2

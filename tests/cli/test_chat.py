@@ -172,7 +172,7 @@ def test_what_is_refused_shows_in_the_exit_code() -> None:
         "/sats": "no command /sats; did you mean /stats?",
         "/zzz": "no command /zzz; known are /method",
         "/seed x": "the seed is 'x'",
-        "/seed -5": "SamplingParams.seed is -5",
+        "/seed -5": "seed is -5",
         "/method mgram": "did you mean 'ngram'?",
         "/plain": "no answer yet",
     }

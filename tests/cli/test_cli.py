@@ -268,8 +268,8 @@ def test_info_tells_what_a_model_is_and_costs() -> None:
     assert report["model"]["architecture"] == "LlamaForCausalLM"
     assert report["probe"] == "trees and chains"
     assert [check["verdict"] for check in report["probe_report"]["checks"]][:3] == ["right"] * 3
-    assert (report["promise"]["kind"] == "native") == (report["promise"]["reason"] == "")
-    assert report["promise"]["keeps_bits"] == (report["promise"]["kind"] != "near-ties")
+    assert (report["guarantee"]["kind"] == "bit-identical") == (report["guarantee"]["reason"] == "")
+    assert report["guarantee"]["keeps_bits"] == (report["guarantee"]["kind"] != "up to rounding")
     assert report["step_cost"]["1"] == 1.0
     assert all(cost > 0 for cost in report["step_cost"].values())
     assert report["peak_memory_bytes"] > report["model"]["weight_bytes"]

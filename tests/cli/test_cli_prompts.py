@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
@@ -83,6 +85,13 @@ def test_json_lines_are_one_line_for_every_reader(capsys: pytest.CaptureFixture[
     assert len(written.splitlines()) == 1
     assert "Ŝ" in written
     assert json.loads(written) == {"text": ODD + " Ŝ"}
+
+
+def test_json_goes_to_standard_output_while_a_bar_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bar took standard output over, so that `train --json > FILE` wrote its results to the terminal."""
+    with Progress(console=Console(stderr=True, force_terminal=True)):
+        put_json({"tau": 1.5})
+    assert capsys.readouterr().out == '{"tau": 1.5}\n'
 
 
 # -- the chat template -----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def run(*arguments: str) -> Any:
 def test_the_machine_is_told_without_a_model() -> None:
     report = json.loads(run("--json"))
     assert report["kernels"] == (None if native.library() is None else report["machine"]["instruction_set"])
-    assert (report["promise"]["kind"] == "native") == (report["kernels"] is not None)
+    assert (report["guarantee"]["kind"] == "bit-identical") == (report["kernels"] is not None)
     assert {"torch", "transformers"} <= report["versions"].keys()
     assert report["default_model"].startswith("zoo:")
     assert all(one.keys() == {"what", "why", "remedy"} for one in report["missing"])
@@ -68,7 +68,7 @@ def test_missing_kernels_have_a_remedy(
     if instructions is not None:
         assert "install the wheel for this platform" in kernels["remedy"]
         assert kernels["why"].endswith("precompiled kernels: this installation has none")
-    assert report["promise"]["kind"] == "near-ties"
+    assert report["guarantee"]["kind"] == "up to rounding"
     assert report["kernels_from"] is None
 
 
@@ -86,7 +86,7 @@ def test_it_is_told_where_kernels_come_from(
     machine_has("AVX2", compiler, origin)
     report = json.loads(run("--json"))
     assert (report["kernels"], report["kernels_from"]) == ("AVX2", origin)
-    assert report["promise"]["kind"] == "native"
+    assert report["guarantee"]["kind"] == "bit-identical"
     missing = {one["what"]: one["remedy"] for one in report["missing"]}
     assert "kernels" not in missing
     assert missing.get("compiler") == (None if compiler else "install g++ or clang++, or set CXX to one")

@@ -1,6 +1,6 @@
 """Every method keeps the promise of its model, uncut, over stock kernels that round by the shape of their call.
 
-A cell of ``benchmarks/promise.py``: five prompts, drafted for in a batch or alone, against plain decoding of each
+A cell of ``benchmarks/guarantee.py``: five prompts, drafted for in a batch or alone, against plain decoding of each
 alone. Where the library's own kernels run, log-probabilities have the same bits, and steps give as many tokens as under
 "relaxed"; elsewhere drafts are as long, and what differs is a near-tie. Drafts were accepted in every cell.
 """
@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 import torch
-from promise import METHODS, Cell, Study
+from guarantee import METHODS, Cell, Study
 
 from architectures import target_model
 from foredraft import SamplingParams
@@ -76,11 +76,11 @@ CELLS = list(product(METHODS, MODES, BATCHES))
 @pytest.mark.skipif(not has_kernels, reason="no kernels here")
 @pytest.mark.parametrize(("method", "mode", "batch_size"), [marked(*cell) for cell in CELLS])
 def test_the_promise_is_native(method: str, mode: str, batch_size: int) -> None:
-    check(study().cell(method, MODES[mode], batch_size), "native")
+    check(study().cell(method, MODES[mode], batch_size), "bit-identical")
 
 
 def check(cell: Cell, promise: str) -> None:
-    assert cell.promise == promise
+    assert cell.guarantee == promise
     assert cell.is_kept, cell.line()
     assert cell.is_whole, cell.line()
     assert cell.num_accepted > 0, cell.line()
@@ -115,11 +115,11 @@ def elsewhere(way: str) -> Study:
     ],
 )
 def test_the_promise_is_that_of_near_ties(way: str, method: str, mode: str) -> None:
-    check(elsewhere(way).cell(method, MODES[mode], max(BATCHES)), "near-ties")
+    check(elsewhere(way).cell(method, MODES[mode], max(BATCHES)), "up to rounding")
 
 
 @pytest.mark.full
 def test_experts_are_promised_near_ties() -> None:
     model = target_model("qwen3-moe", dtype=torch.float32)
     prompts = [random_ids(length, length) for length in (70, 5, 20)] + [[5, 6, 7] * 4]
-    check(Study(model, prompts=prompts).cell("token_recycling", replace(GREEDY, max_tokens=48), 4), "near-ties")
+    check(Study(model, prompts=prompts).cell("token_recycling", replace(GREEDY, max_tokens=48), 4), "up to rounding")

@@ -15,7 +15,7 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from promise import METHODS, TEXTS
+from guarantee import METHODS, TEXTS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

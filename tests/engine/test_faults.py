@@ -21,7 +21,7 @@ from foredraft.engine.drafter import Drafter, Needs
 from foredraft.engine.engine import Engine
 from foredraft.engine.memory import bytes_per_token
 from foredraft.engine.row import RowState
-from foredraft.errors import MOST_CHARACTERS, NumericsError, PromptError, is_fatal, told
+from foredraft.errors import MOST_CHARACTERS, NumericsError, PromptError, error_text, is_fatal
 from foredraft.model.lm import CausalLM
 from foredraft.serve.errors import ApiError
 from foredraft.testing import PerfectDrafter, toy_model
@@ -119,7 +119,12 @@ def test_a_long_message_is_passed_on_by_its_two_ends(caplog: pytest.LogCaptureFi
     drafter = always_failing("propose", fault)
     with caplog.at_level(logging.WARNING, logger="foredraft"):
         rows = run(drafter)
-    messages = [rows[0].stats.drafter_error, told(fault), told(PromptError(str(fault))), str(ApiError(400, str(fault)))]
+    messages = [
+        rows[0].stats.drafter_error,
+        error_text(fault),
+        error_text(PromptError(str(fault))),
+        str(ApiError(400, str(fault))),
+    ]
     for message in messages:
         assert "begin" in message
         assert message.endswith("end")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft import LLM, SamplingParams
-from foredraft.config.engine import Promise
+from foredraft.config.engine import Guarantee
 from foredraft.engine.frontend import MIN_ROW_TOKENS, MIN_STEPS, log_low_gain
 from foredraft.engine.stats import NOTHING_FOUND, RowStats
 from foredraft.model.lm import CausalLM
@@ -50,9 +50,9 @@ def test_an_llm_names_what_holds_its_method_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts of a prompt that repeats itself, and a promise that leaves no room for any."""
-    one_node = Promise("native")
+    one_node = Guarantee("bit-identical")
     object.__setattr__(one_node, "max_nodes", 1)
-    monkeypatch.setattr(CausalLM, "promise", lambda lm, exactness: one_node)
+    monkeypatch.setattr(CausalLM, "guarantee", lambda lm, exactness: one_node)
     llm = LLM(toy_model(), "ngram")
     params = SamplingParams(temperature=0, max_tokens=MIN_STEPS + 8, ignore_eos=True)
     counts = llm.generate([[1, 2, 3] * 5], params)[0].metrics.speculative_decoding

@@ -74,7 +74,7 @@ def test_cut_anywhere_the_text_is_the_same(method: str, kind: str) -> None:
         assert (text.finish_reason, text.stop_reason) == (want.finish_reason, want.stop_reason)
         assert deltas[cut] == list(want.token_ids[cut:])
         assert text.logprobs is not None
-        if made.promise.keeps_bits:
+        if made.guarantee.keeps_bits:
             assert text.logprobs == want.logprobs[cut:]
     accepted = sum(output.metrics.speculative_decoding["num_accepted_draft_tokens"] for output in outputs)
     assert accepted > 0 or not (method == "draft_model" or kind == "predicted")

@@ -615,7 +615,7 @@ def test_bad_grammars_are_refused_before_anything_runs(given: dict[str, Any], me
 
 def test_what_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(structured_outputs={"regex": "a+"})
-    with pytest.raises(GrammarError, match="needs a tokenizer; pass tokenizer="):
+    with pytest.raises(GrammarError, match="needs a tokenizer; put its files"):
         LLM(toy_model()).generate([[1, 2]], params)
     with pytest.raises(GrammarError, match="needs an EOS token"):
         Grammars(base().tokenizer, 4096, ()).compile(StructuredOutputs(regex="a"))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from promise import Study
+from guarantee import Study
 from typer.testing import CliRunner
 
 from foredraft import LLM, SamplingParams, zoo
@@ -129,7 +129,7 @@ def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(
         study = Study(loaded.model, prompts=PROMPTS, execution="auto", max_num_seqs=len(PROMPTS))
         for method in ("token_recycling", "ngram"):
             found = study.cell(method, params, len(PROMPTS))
-            assert found.promise == "native"
+            assert found.guarantee == "bit-identical"
             assert found.is_good, found.line()
 
 

@@ -24,6 +24,7 @@ from transformers import (
 import foredraft
 from foredraft import speculate, zoo
 from foredraft.errors import ConfigError, UnsupportedModelError
+from foredraft.loading.adapters import shared_adapter
 from foredraft.model.lm import CausalLM
 from foredraft.testing import perturbed, toy_model
 
@@ -294,6 +295,86 @@ def test_a_callable_is_shown_by_what_it_was_made_of_and_copied_as_itself() -> No
     hook = speculate("draft_model", model=toy_model(), num_speculative_tokens=3)
     assert repr(hook).startswith("speculate(method='draft_model', model=LlamaForCausalLM, num_speculative_tokens=3")
     assert copy.deepcopy({"custom_generate": hook})["custom_generate"] is hook
+
+
+@pytest.mark.usefixtures("_governed")
+def test_a_callable_shows_what_was_drafted_and_why() -> None:
+    """It had counters and no reason: whoever saw few drafts could not learn why the governor made them."""
+    hook = speculate("ngram")
+    before = repr(hook)
+    generate(toy_model(), custom_generate=hook)  # models of other tests keep drafters without a governor
+    assert hook.governor is not None
+    assert hook.governor["decision"].startswith(("drafting", "not drafting"))
+    assert "estimated_speedup" in hook.governor
+    config, drafts, decision = repr(hook).splitlines()
+    assert config == before
+    assert drafts.startswith("drafts: ")
+    assert decision == f"latest decision: {hook.governor['decision']}"
+
+
+def test_a_callable_without_a_governor_shows_only_its_config() -> None:
+    hook = speculate("none")
+    before = repr(hook)
+    generate(custom_generate=hook)
+    assert hook.governor is None
+    assert repr(hook) == before
+
+
+# -- a slow first call -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_streamer", [False, True])
+def test_a_slow_first_call_says_what_it_does_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_streamer: bool
+) -> None:
+    """Testing a model and packing its weights took seconds without a word."""
+    is_said = _slow_until_said(monkeypatch)
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    hook, model = speculate("ngram"), toy_model()
+    options = {"streamer": Recorder()} if has_streamer else {}
+    generate(model, custom_generate=hook, **options)
+    assert is_said.is_set()
+    start = "\n" if has_streamer else ""
+    assert capsys.readouterr() == ("", f"{start}foredraft: preparing and testing the model ...\n")
+    is_said.clear()
+    monkeypatch.setattr("foredraft.progress.threading.Timer", None)  # the second call starts none
+    generate(model, custom_generate=hook)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("place", ["a file", "a handler", "turned off"])
+def test_a_slow_first_call_is_silent_where_nobody_would_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+) -> None:
+    is_said = _slow_until_said(monkeypatch)
+    monkeypatch.setattr("rich.console.Console.is_terminal", place != "a file")
+    if place != "a file":
+        caplog.set_level("INFO" if place == "a handler" else "ERROR", "foredraft")
+    speculate("ngram").prepare(toy_model())
+    assert is_said.is_set()
+    assert capsys.readouterr() == ("", "")
+    assert caplog.messages == (["preparing and testing the model ..."] if place == "a handler" else [])
+
+
+def _slow_until_said(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Make preparations wait until `stage` has returned."""
+    is_said, real = threading.Event(), foredraft.progress.stage
+
+    def stage(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        is_said.set()
+
+    def slow(*args: Any) -> Any:
+        is_said.wait(60)
+        return shared_adapter(*args)
+
+    monkeypatch.setattr("foredraft.progress.stage", stage)
+    monkeypatch.setattr("foredraft.progress.SECONDS_UNSAID", 0.0)
+    monkeypatch.setattr("foredraft.hf.hook.shared_adapter", slow)
+    return is_said
 
 
 # -- drafters that come with a model -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from promise import Said, said
+from guarantee import Said, said
 
 from foredraft import LLM, SamplingParams
 from foredraft.native import library as native
@@ -38,7 +38,7 @@ def _hostile() -> Iterator[None]:
 
 def llm(dtype: torch.dtype, **options: object) -> LLM:
     made = LLM(toy_model(VOCAB_SIZE, dtype=dtype, max_position_embeddings=512), **options)
-    assert made.promise.kind == "native"
+    assert made.guarantee.kind == "bit-identical"
     return made
 
 

@@ -183,7 +183,7 @@ def test_who_rounds_inputs_is_held_to_that_rounding_and_says_so(new: type[Quanti
     rounds = new is RoundedByRow
     assert lm.probe is not None
     assert all((check.noise > 1e-3) == rounds for check in lm.probe.checks)
-    assert ("rounds its inputs" in lm.promise("default").reason) == rounds
+    assert ("rounds its inputs" in lm.guarantee("default").reason) == rounds
 
 
 def test_a_quantised_model_drafts_for_itself_with_what_it_has() -> None:

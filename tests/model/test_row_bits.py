@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, target_model
-from foredraft.config.engine import EngineConfig, Promise
+from foredraft.config.engine import EngineConfig, Guarantee
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
@@ -100,7 +100,7 @@ LONG = ("llama", "gpt2", "qwen3", "gemma3", "mistral-filled", "gpt-neox", "olmo2
 def test_logits_are_those_of_plain_decoding(name: str, dtype: torch.dtype, params: SamplingParams) -> None:
     """Over prompts whose outputs cross 256, 512 and 1,024 columns, in batches that rows leave, and alone."""
     lm = long_lm(name, dtype)
-    assert lm.promise("default").kind == "native", lm.promise("default").reason
+    assert lm.guarantee("default").kind == "bit-identical", lm.guarantee("default").reason
     check_bits(lm, PROMPTS, params, DEFAULT)
 
 
@@ -117,7 +117,7 @@ def test_logits_of_short_texts_are_those_of_plain_decoding(name: str, dtype: tor
 def test_a_draft_of_more_nodes_is_cut_where_bits_are_promised() -> None:
     """100 tokens drafted: 64 nodes are verified by default, all of them when nothing is promised."""
     lm = long_lm("llama", torch.float32)
-    assert lm.promise("relaxed") == Promise("near-ties", "exactness is relaxed")
+    assert lm.guarantee("relaxed") == Guarantee("up to rounding", "exactness is relaxed")
     params = replace(GREEDY, max_tokens=128, ignore_eos=True)
     (tokens,) = decode(lm, EmptyDrafter(), [([3, 1, 4], params)]).outputs.values()
     perfect = PerfectDrafter([[3, 1, 4, *tokens]], 100, vocab_size=lm.vocab_size)

@@ -34,7 +34,7 @@ for temperature in (0.0, 1.0):
     for output in llm.generate(["Once upon a time, there was a little", "The capital of France is"], params):
         for token, places in zip(output.outputs[0].token_ids, output.outputs[0].logprobs):
             found.append([token, sorted([place, one.logprob.hex()] for place, one in places.items())])
-print(json.dumps({"promise": llm.promise.kind, "logits": found}))
+print(json.dumps({"guarantee": llm.guarantee.kind, "logits": found}))
 """
 
 pytestmark = [
@@ -114,7 +114,7 @@ def test_a_machine_without_a_compiler_is_told_what_it_has(installed: Installatio
     assert report["compiler"] is None
     assert report["kernels_from"] == "wheel"
     assert report["kernels"] == ("AVX2" if held == "avx2" else native.instruction_set())
-    assert report["promise"]["kind"] == "native"
+    assert report["guarantee"]["kind"] == "bit-identical"
     missing = {one["what"]: one["remedy"] for one in report["missing"]}
     assert "kernels" not in missing
     assert missing["compiler"] == "install g++ or clang++, or set CXX to one"
@@ -133,7 +133,7 @@ def test_it_has_the_bits_of_kernels_that_are_compiled_here(
     source = str(Path(foredraft.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **SETS[held]}
     here = json.loads(printed([sys.executable, "-c", LOGITS, model, dtype], installed.folder, environment))
-    assert by_wheel["promise"] == here["promise"] == "native"
+    assert by_wheel["guarantee"] == here["guarantee"] == "bit-identical"
     assert by_wheel["logits"] == here["logits"]
 
 
@@ -142,4 +142,4 @@ def test_the_command_line_says_native(installed: Installation, model: str) -> No
     arguments = ["generate", "Once upon a time", "--model", model, "--max-new-tokens", "8", "--json"]
     found = installed.run("-m", "foredraft", *arguments, **NARROW)
     assert found["num_generated_tokens"] == 8
-    assert found["metrics"]["promise"]["kind"] == "native"
+    assert found["metrics"]["guarantee"]["kind"] == "bit-identical"

@@ -19,7 +19,7 @@ from foredraft.cli import app
 from foredraft.config.sampling import MODEL_DEFAULTS
 from foredraft.errors import ConfigError
 from foredraft.loading.info import sampling_defaults
-from foredraft.serve.asking import read_params
+from foredraft.serve.parsed_request import read_params
 from foredraft.verify.subjects import LLMSubject
 
 STORY = "Once upon a time there was a king."
@@ -173,7 +173,7 @@ def test_a_folder_has_a_config_of_its_own(folder: Path, tmp_path: Path) -> None:
 def test_a_default_that_no_request_may_have_is_refused_by_its_file(values: dict[str, Any]) -> None:
     config = GenerationConfig()
     vars(config).update(values)
-    with pytest.raises(ConfigError, match=r"the generation config of m cannot be used: SamplingParams\.\w+ is .*none"):
+    with pytest.raises(ConfigError, match=r"the generation config of m cannot be used: \w+ is .*none"):
         sampling_defaults(config, "m")
 
 

@@ -232,8 +232,8 @@ def test_two_thousand_requests(start: Callable[..., Running]) -> None:
 def test_three_hundred_requests_on_a_real_model(start: Callable[..., Running]) -> None:
     """In its own dtype, where bits are promised."""
     made = LLM("zoo:smollm2", "suffix+eagle3", max_num_seqs=8, num_cached_prefixes=8, prefill_chunk_size=8)
-    if not made.promise.keeps_bits:
-        pytest.skip(f"no bits are promised on this processor: {made.promise.kind}")
+    if not made.guarantee.keeps_bits:
+        pytest.skip(f"no bits are promised on this processor: {made.guarantee.kind}")
     soak(start, 300, made)
 
 

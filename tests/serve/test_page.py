@@ -249,7 +249,7 @@ ANSWER = """([text, metrics]) => {
 def counts(speedup: float | None) -> dict[str, Any]:
     governor = None if speedup is None else {"estimated_speedup": speedup, "decision": ""}
     found = {"tokens_per_step": 2.0, "method": "suffix", "lossless": True, "governor": governor}
-    return {"speculative_decoding": found | {"exactness": {"kind": "near-ties", "reason": ""}}}
+    return {"speculative_decoding": found | {"exactness": {"kind": "up to rounding", "reason": ""}}}
 
 
 @pytest.mark.full

@@ -222,7 +222,7 @@ def test_a_text_that_cannot_fit_is_not_read(
     given = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "prediction": None}
     given |= {"prompt": text, "messages": [{"role": "user", "content": text}]} if name == "prompt" else {}
     given |= {"prediction": {"type": "content", "content": text}} if name == "prediction" else {}
-    reader = "served.encode" if name == "prompt" else "asking.read_params"
+    reader = "served.encode" if name == "prompt" else "parsed_request.read_params"
     monkeypatch.setattr(f"foredraft.serve.{reader}", lambda *_: pytest.fail("it is read"))
     response = running_server.post(path, **given)
     assert response.status_code == 400

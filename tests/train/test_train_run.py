@@ -156,6 +156,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(method: str, tmp_path
         (["hydra++", "--num-layers", "0"], "must be 1 or more"),
         (["draft_model", "--num-layers", "2", "--from-layers", "0,1"], "use one of them"),
         (["medusa", "--intermediate-size", "64"], "it is for hydra++, eagle, eagle2, eagle3"),
+        (["medusa", "--prompts", "no/such"], "no/such does not exist"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(more: list[str], message: str, tmp_path: Path) -> None:
@@ -164,6 +165,7 @@ def test_what_cannot_be_trained_is_refused(more: list[str], message: str, tmp_pa
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert message in done.output.replace("\n", " ")
+    assert "loading" not in done.output  # nothing is loaded before
 
 
 def biased_output() -> PreTrainedModel:

@@ -126,8 +126,8 @@ def test_the_manifests_say_what_there_is() -> None:
     assert (smollm2.name, smollm2.is_toy, smollm2.is_instruct) == ("smollm2", False, True)
     assert (tiny.licence, smollm2.licence) == ("CC-BY-4.0", "Apache-2.0")
     assert any("quantized_self" in note and "too good" in note for note in smollm2.notes)
-    assert zoo.brings("tiny", "draft")
-    assert not zoo.brings("smollm2", "draft")
+    assert zoo.includes("tiny", "draft")
+    assert not zoo.includes("smollm2", "draft")
 
 
 def test_what_a_model_does_not_bring_is_refused_with_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +144,10 @@ def test_what_a_model_does_not_bring_is_refused_with_what_it_does(monkeypatch: p
         ({"title": None}, "title is None, which is not of type str"),
         ({"is_toy": 1}, "is_toy is 1, which is not of type bool"),
         ({"notes": "x"}, "notes is 'x'"),
-        ({"brings": {"target": "."}}, "it needs target and tokenizer"),
-        ({"brings": {"target": ".", "tokenizer": ".", "heads": "x"}}, "brings is .*'heads'"),
+        ({"assets": {"target": "."}}, "it needs target and tokenizer"),
+        ({"assets": {"target": ".", "tokenizer": ".", "heads": "x"}}, "assets is .*'heads'"),
         ({"package": {"distribution": "x"}}, "the key 'converted_bytes' is missing"),
-        ({"package": [1]}, r"\[1\] is not an object with the keys of Package"),
+        ({"package": [1]}, r"\[1\] is not an object"),
     ],
 )
 def test_a_manifest_is_checked(change: dict[str, Any], message: str, tmp_path: Path) -> None:

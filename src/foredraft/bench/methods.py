@@ -17,7 +17,7 @@ from foredraft.bench.equality import Equality, check, gap_of
 from foredraft.bench.outcome import NO_DRAFTING, MethodRow, MethodsOutcome, RefusedMethod
 from foredraft.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
 from foredraft.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
-from foredraft.config.engine import EngineConfig, Promise
+from foredraft.config.engine import EngineConfig, Guarantee
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import Drafter
@@ -195,14 +195,14 @@ class Methods:
         return contenders, refused
 
     @property
-    def promise(self) -> Promise:
+    def guarantee(self) -> Guarantee:
         """The guarantee for every method's tokens, compared with those of plain decoding."""
-        return self.target.promise(self.settings.exactness)
+        return self.target.guarantee(self.settings.exactness)
 
     @property
     def _near_tie(self) -> float:
         """Largest gap in logits that rounding explains; 0 if the guarantee is bitwise."""
-        return 0.0 if self.promise.keeps_bits else NEAR_TIES[self.target.dtype]
+        return 0.0 if self.guarantee.keeps_bits else NEAR_TIES[self.target.dtype]
 
     def _is_judged(self, contender: Contender) -> bool:
         """Return whether the tokens can be compared. Some rules keep only the distribution of plain decoding."""
@@ -242,7 +242,7 @@ class Methods:
             num_prompts_planned=len(self.prompts),
             runs_per_prompt=2 * self.settings.repeats,
             other_cpu_share=trial.other_cpu_share,
-            promise=self.promise.describe(),
+            guarantee=self.guarantee.describe(),
             repeated_share=repeated_share(trial.outputs(PLAIN)),
             plain=plain.row(trial, None),
             rows=tuple(rows),

@@ -86,7 +86,7 @@ class MethodsOutcome:
     Args:
       kinds: kind of every prompt, in order.
       num_prompts_planned: number of prompts including those that an interrupted run did not reach.
-      promise: guarantee against which equality was judged, in words.
+      guarantee: the guarantee against which equality was judged, in words.
       repeated_share: share of plain decoding's tokens that are inside repeated 8-grams.
       different: methods whose tokens differ from plain decoding by more than the guarantee allows.
       is_forced: True if no governor ran.
@@ -97,7 +97,7 @@ class MethodsOutcome:
     num_prompts_planned: int
     runs_per_prompt: int
     other_cpu_share: float
-    promise: str
+    guarantee: str
     repeated_share: float
     plain: MethodRow
     rows: tuple[MethodRow, ...]
@@ -161,7 +161,7 @@ class MethodsOutcome:
             gap = max(one.largest_gap for one in judged)
             others = f"; {parted} differ, with gaps of at most {gap:.2g} in logits" if parted else ""
             same = f"Outputs with the tokens of plain decoding: {total - parted} of {total}{others}"
-            yield Text(f"guarantee: {self.promise}. {same}")
+            yield Text(f"guarantee: {self.guarantee}. {same}")
         for one in self.different:
             first = one.divergences[0]
             yield Text(

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foredraft.bench.provenance import provenance
-from foredraft.folders import keep_json, keep_text
+from foredraft.folders import keep_json, write_atomically
 
 QUIET_SHARE = 0.1
 """Share of the processors used by other processes above which timings are not reliable."""
@@ -116,7 +116,7 @@ class Report:
             return
         try:
             if self.output.suffix == ".jsonl":
-                keep_text(self.output, "".join(json.dumps(line) + "\n" for line in self.lines()))
+                write_atomically(self.output, "".join(json.dumps(line) + "\n" for line in self.lines()))
             else:
                 keep_json(self.output, self.results)
         except OSError as error:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from foredraft import forking
-from foredraft.errors import ShapeError, UnsupportedModelError, UnsupportedStateError, described
+from foredraft.errors import ShapeError, UnsupportedModelError, UnsupportedStateError, error_with_type
 from foredraft.loading.adapters import Adapter, shared_adapter
 from foredraft.model.support import check_unwrapped, unwrapped
 
@@ -188,7 +188,7 @@ class PlainModule:
         try:
             found = [self._logits(torch.tensor([text], device=self.device)) for text in ([0, 1, 0], [0, 1, 1], [0, 1])]
         except Exception as error:  # a module of the user may raise anything
-            raise self._refusal(f"calling it with token ids fails ({described(error)})") from error
+            raise self._refusal(f"calling it with token ids fails ({error_with_type(error)})") from error
         vocab_size = found[0].shape[-1] if found[0].ndim else 0
         shapes = [tuple(logits.shape) for logits in found]
         if vocab_size < 2 or shapes != [(1, length, vocab_size) for length in (3, 3, 2)]:

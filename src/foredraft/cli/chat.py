@@ -29,7 +29,7 @@ from foredraft.cli.writers import as_record, closing, write_segments
 from foredraft.config.keywords import did_you_mean
 from foredraft.config.sampling import UnsetInt
 from foredraft.engine.frontend import StreamOutput
-from foredraft.errors import ConfigError, ForedraftError, told
+from foredraft.errors import ConfigError, ForedraftError, error_text
 from foredraft.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ class Screen:
 
     def complain(self, error: ForedraftError) -> None:
         """Write the message of an error."""
-        self._notices.print(Text(told(error), "red"))
+        self._notices.print(Text(error_text(error), "red"))
 
 
 class JsonScreen(Screen):

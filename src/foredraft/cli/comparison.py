@@ -250,7 +250,7 @@ class DemoReport:
             "method": self.method,
             "num_speculative_tokens": self.llm.speculative_config.num_speculative_tokens,
             "exactness": self.llm.engine_config.exactness,
-            "promise": self.llm.promise.as_dict(),
+            "guarantee": self.llm.guarantee.as_dict(),
             **self.conditions,
             "max_new_tokens": self.params.max_tokens,
             "temperature": self.params.temperature,

@@ -18,8 +18,8 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from foredraft.cli.comparison import BothAnswers, DemoReport, Lane
-from foredraft.cli.writers import DRAFTED_STYLE, drafted, ratio
-from foredraft.engine.stats import counted
+from foredraft.cli.writers import DRAFTED_STYLE, ratio
+from foredraft.engine.stats import counted, describe_drafts
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place
 
@@ -121,8 +121,8 @@ def _lanes(console: Console, answer: BothAnswers, room: int | None = None) -> Re
     """
     if console.width < _NARROW:
         half = None if room is None else max(1, room // 2 - 2)
-        shortened = [_body(console, lane, console.width, half) for lane in answer.lanes]
-        return Group(*map(partial(_framed, console.width, None), answer.lanes, shortened))
+        bodies = [_body(console, lane, console.width, half) for lane in answer.lanes]
+        return Group(*map(partial(_framed, console.width, None), answer.lanes, bodies))
     grid = Table.grid(expand=True)
     widths = (console.width // 2, console.width - console.width // 2)
     texts = [_body(console, lane, width, room) for lane, width in zip(answer.lanes, widths, strict=True)]
@@ -209,7 +209,7 @@ def notes(report: DemoReport) -> Iterator[str]:
         singly = f"; single answers {min(speedups):.2f}x to {max(speedups):.2f}x" if len(speedups) > 1 else ""
         yield (
             f"Same text: {report.num_identical} of {len(report.answers)} identical, token for token "
-            f"({report.llm.promise.describe()}). "
+            f"({report.llm.guarantee.describe()}). "
             f"Speed: {report.speedup:.2f}x plain decoding, {_seconds(drafting)} s for all answers instead of "
             f"{_seconds(plain)}{singly}."
         )
@@ -217,10 +217,10 @@ def notes(report: DemoReport) -> Iterator[str]:
         differing = len(report.answers) - report.num_identical
         yield (
             f"{differing} of {len(report.answers)} texts differ between plain and {report.method}: no speed is given; "
-            f"the guarantee is: {report.llm.promise.describe()}. --dtype float32 makes such differences rare, and "
+            f"the guarantee is: {report.llm.guarantee.describe()}. --dtype float32 makes such differences rare, and "
             "foredraft verify judges the texts."
         )
-    said, facts = ", ".join(drafted(report.counts)), report.conditions
+    said, facts = ", ".join(describe_drafts(report.counts)), report.conditions
     yield (
         f"{said[:1].upper()}{said[1:]}{'. ' if said else ''}{report.model}, {facts['dtype']}, {facts['execution']}; "
         f"{facts['cpu']}, {counted(facts['num_threads'], 'thread')}."

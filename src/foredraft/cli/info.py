@@ -128,7 +128,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         "model": asdict(llm.model_info),
         "probe": "trees and chains" if target.supports_trees else "chains only",
         "probe_report": None if target.probe is None else target.probe.as_dict(),
-        "promise": llm.promise.as_dict(),
+        "guarantee": llm.guarantee.as_dict(),
         "method": llm.speculative_config.title,
         "length_policy": llm.speculative_config.length_policy,
         "varies_with_time": varies_with_time(llm),
@@ -157,7 +157,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
 
 def varies_with_time(llm: LLM) -> bool:
     """Whether measured times may change tokens of nearly equal probability, since they decide draft sizes."""
-    return llm.speculative_config.is_governed and not llm.promise.keeps_bits
+    return llm.speculative_config.is_governed and not llm.guarantee.keeps_bits
 
 
 def peak_memory(lm: CausalLM) -> int:
@@ -201,7 +201,7 @@ def show(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         facts.add_row("note", note)
     console.print(facts)
-    show_promise(console, report["promise"])
+    show_guarantee(console, report["guarantee"])
     if report["probe_report"] is not None:
         show_probe(console, report["probe_report"])
     console.print(f"\ncost of a forward pass over k tokens, with {report['context_tokens']} tokens in the cache")
@@ -219,11 +219,11 @@ def _count(number: int | None) -> str:
     return "not stated" if number is None else f"{number:,}"
 
 
-def show_promise(console: Console, promise: dict[str, Any]) -> None:
+def show_guarantee(console: Console, guarantee: dict[str, Any]) -> None:
     """Print the guarantee for the output."""
-    from foredraft.config.engine import Promise
+    from foredraft.config.engine import Guarantee
 
-    console.print(f"guarantee: {Promise(promise['kind'], promise['reason']).describe()}")
+    console.print(f"guarantee: {Guarantee(guarantee['kind'], guarantee['reason']).describe()}")
 
 
 def show_probe(console: Console, probe: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ def machine_report() -> dict[str, Any]:
 
     from foredraft import zoo
     from foredraft.bench.provenance import provenance
-    from foredraft.config.engine import Promise
+    from foredraft.config.engine import Guarantee
     from foredraft.folders import CACHE_VARIABLE, cache_folder
     from foredraft.machine import available_memory_bytes, cpu_name, cpu_quota, num_cpus
     from foredraft.native.build import cpp_compiler, instruction_set, why_not_precompiled
@@ -311,7 +311,7 @@ def machine_report() -> dict[str, Any]:
         if find_spec(module) is None:
             missing.append({"what": extra, "why": use, "remedy": install_command(extra)})
     reason = "" if kernels is not None else "foredraft's own kernels are missing"
-    promise = Promise("native" if kernels is not None else "near-ties", reason)
+    guarantee = Guarantee("bit-identical" if kernels is not None else "up to rounding", reason)
     return {
         "machine": {
             "cpu": cpu_name(),
@@ -327,7 +327,7 @@ def machine_report() -> dict[str, Any]:
         "kernels": None if kernels is None else kernels.instruction_set,
         "kernels_from": None if kernels is None else kernels.origin,
         "precompiled": None if instructions is None else why_not_precompiled(instructions) or "whole",
-        "promise": promise.as_dict(),
+        "guarantee": guarantee.as_dict(),
         "default_model": zoo.default(),
         "cache": {
             "folder": str(folder),
@@ -340,7 +340,7 @@ def machine_report() -> dict[str, Any]:
 
 def show_machine(report: dict[str, Any]) -> None:
     """Print the report."""
-    from foredraft.config.engine import Promise
+    from foredraft.config.engine import Guarantee
 
     console, machine, cache = Console(highlight=False), report["machine"], report["cache"]
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -357,8 +357,8 @@ def show_machine(report: dict[str, Any]) -> None:
     facts.add_row("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
     facts.add_row("compiler", " ".join(report["compiler"] or ["none"]))
     facts.add_row("kernels", _kernels(report))
-    promise = Promise(report["promise"]["kind"], report["promise"]["reason"])
-    facts.add_row("guarantee", f"{promise.describe()}, at best; {UNTIL_MODEL}")
+    guarantee = Guarantee(report["guarantee"]["kind"], report["guarantee"]["reason"])
+    facts.add_row("guarantee", f"{guarantee.describe()}, at best; {UNTIL_MODEL}")
     facts.add_row("model", f"{report['default_model']} by default")
     sizes = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in cache["bytes"].items()) or "empty"
     facts.add_row("cache", f"{cache['folder']}: {sizes}; {cache['free_bytes'] / 1e9:.1f} GB free")

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.status import Status
 
-from foredraft.config.foreign import aliases
-from foredraft.errors import ConfigError, ForedraftError, told
+from foredraft.config.other_systems import aliases
+from foredraft.errors import ConfigError, ForedraftError, error_text
 
 if TYPE_CHECKING:
     from foredraft.config.speculative import SpeculativeLike
@@ -203,12 +203,13 @@ def put_json(record: Mapping[str, Any]) -> None:
 
         record = plain_data(record)
         text = json.dumps(record, ensure_ascii=False)
+    stream = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # a progress bar replaces the stream by its own
     try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(record)
-    sys.stdout.write(_LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
-    sys.stdout.flush()
+    stream.write(_LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+    stream.flush()
 
 
 class _Stream(io.FileIO):
@@ -257,18 +258,18 @@ def standard_streams() -> Iterator[None]:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     elif sys.stderr is sys.__stderr__:
-        sys.stderr = _told(sys.stderr, is_needed=False)
+        sys.stderr = _over_reporting_file(sys.stderr, is_needed=False)
     try:
         if sys.stdout is None:
             raise ConfigError("standard output is closed; redirect it, for example to /dev/null")
         if sys.stdout is sys.__stdout__:
-            sys.stdout = _told(sys.stdout, is_needed=True)
+            sys.stdout = _over_reporting_file(sys.stdout, is_needed=True)
         try:
             yield
         finally:
             sys.stdout.flush()
     except ConfigError as error:
-        say(f"error: {told(error)}")
+        say(f"error: {error_text(error)}")
         sys.exit(EXIT_REFUSED)
     except BrokenPipeError:
         _drop_output()
@@ -279,7 +280,7 @@ def standard_streams() -> Iterator[None]:
         raise
 
 
-def _told(stream: Any, *, is_needed: bool) -> Any:
+def _over_reporting_file(stream: Any, *, is_needed: bool) -> Any:
     """Stream over a `_Stream` with the same settings."""
     raw = _Stream(stream.fileno(), is_needed=is_needed)
     options = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
@@ -308,7 +309,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except ForedraftError as error:
-        say(f"error: {told(error)}")
+        say(f"error: {error_text(error)}")
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -322,7 +323,7 @@ def respell(arguments: Sequence[str]) -> list[str]:
     names = {"model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
     table = {
         "--" + name.replace("_", "-"): names[alias.key]
-        for name, alias in aliases("SpeculativeConfig").items()
+        for name, alias in aliases("speculative_config").items()
         if alias.key in names and name not in ("draft", "draft_model")
     }
     table |= {"-md": "--draft-model", "--draft": "--num-speculative-tokens", "--max-tokens": "--max-new-tokens"}

@@ -55,7 +55,7 @@ class TraceFile:
                 steps = self._steps[place, sample.index]
                 for step, plan in zip(steps, plans, strict=False):  # a step that ends the output may have no token
                     step |= plan
-                told = {key: record[key] for key in ("prompt", "num_prompt_tokens", "lossless", "metrics", "timings")}
+                shared = {key: record[key] for key in ("prompt", "num_prompt_tokens", "lossless", "metrics", "timings")}
                 lines.append(
                     {
                         "result": "trace",
@@ -66,7 +66,7 @@ class TraceFile:
                         "seed": sample.seed,
                         "method": self._method,
                         "peak_memory_bytes": memory,
-                        **told,
+                        **shared,
                         "steps": steps,
                     }
                 )

@@ -112,11 +112,7 @@ def train(
       foredraft train eagle3 --own-prompts 1000 --out head --dry-run
     """
     with exit_codes(), ExitStack() as stack:
-        name = choose_model(target)
-        show_loading(name)
-        from foredraft.train.draft_model import SmallPlan
-        from foredraft.train.plan import Plan
-        from foredraft.train.run import Training
+        from foredraft.train.plan import Plan, SmallPlan
 
         plan = Plan(
             method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,
@@ -134,6 +130,10 @@ def train(
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_writer(out / ".running"))
+        name = choose_model(target)
+        show_loading(name)
+        from foredraft.train.run import Training
+
         llm = load_llm(name, "none", **vars(loading), **vars(rows))
         console = Console(stderr=True)
         run = Training(llm, plan, lambda text: console.print(f"foredraft: {text}", highlight=False), is_trial=dry_run)
@@ -163,7 +163,8 @@ def _train(run: Training, console: Console, as_json: bool) -> None:
     total = run.trainer.schedule.num_tokens
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     tau: float | None = None
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    is_off = not console.is_terminal
+    with Progress(*columns, console=console, disable=is_off, transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("training", total=total)
         for record in run.train():
             shown = f"loss {record['loss']:.2f}, first token {record['accuracies'][0]:.0%}"
@@ -172,7 +173,9 @@ def _train(run: Training, console: Console, as_json: bool) -> None:
             progress.update(task, completed=done, total=total, description=shown)
             if "tau" in record:
                 tau = record["tau"]
+                progress.stop()  # removes the bar, which is on the line where the result begins
                 _say_measured(record, as_json, total)
+                progress.start()
     if tau is None:
         console.print("foredraft: this training is complete; give another --out, or more --epochs", highlight=False)
 

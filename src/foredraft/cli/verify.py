@@ -163,6 +163,6 @@ def _show(verdict: Verdict) -> None:
         table.add_row(finding.feature, finding.check, f"[{colour}]{SIGNS[finding.status]}[/]", finding.found)
     console = Console(highlight=False)
     console.print(table)
-    if verdict.promise:
-        console.print(f"Guarantee: {verdict.promise}", markup=False)
+    if verdict.guarantee:
+        console.print(f"Guarantee: {verdict.guarantee}", markup=False)
     console.print(verdict.sentence() + f" ({verdict.seconds:.0f} s)", markup=False)

@@ -13,7 +13,7 @@ from foredraft.cli.prompts import Asked
 from foredraft.cli.running import put_json
 from foredraft.config.sampling import SamplingParams
 from foredraft.engine.frontend import RequestOutput, Segments, StreamOutput, decode_seconds
-from foredraft.engine.stats import RowStats, counted, describe_cuts
+from foredraft.engine.stats import RowStats, counted, describe_drafting
 
 if TYPE_CHECKING:
     from foredraft.engine.frontend import Stream
@@ -168,11 +168,7 @@ def details(outputs: Sequence[RequestOutput]) -> list[str]:
         f"speed: {decode_seconds(outputs):.2f} s of decoding; tok/s does not count {prompt_seconds:.2f} s before the "
         "first step, when prompts are read",
     ]
-    if drafts := drafted(pooled(outputs)):
-        lines.append(f"drafts: {', '.join(drafts)}")
-    if decision := (outputs[-1].metrics.governor or {}).get("decision"):
-        lines.append(f"latest decision: {decision}")
-    return lines
+    return lines + describe_drafting(pooled(outputs), outputs[-1].metrics.governor)
 
 
 def pooled(outputs: Sequence[RequestOutput]) -> RowStats:
@@ -207,17 +203,6 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def drafted(counts: RowStats) -> list[str]:
-    """Phrases on drafted, accepted and cut tokens; none for plain decoding."""
-    if not counts.num_proposed_tokens and not counts.num_undrafted_steps:
-        return []
-    said = f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"
-    if not counts.num_proposed_tokens:
-        said = "nothing was drafted"
-    held = describe_cuts(counts.num_cut_tokens, counts.num_undrafted_steps)
-    return [said, held] if held else [said]
-
-
 def as_record(output: RequestOutput, message: str | None = None) -> dict[str, Any]:
     """JSON object of one prompt. With several samples, the top level has the first and ``samples`` all.
 
@@ -240,7 +225,7 @@ def as_record(output: RequestOutput, message: str | None = None) -> dict[str, An
         "metrics": {
             "speculative_decoding": dict(metrics.speculative_decoding),
             "governor": metrics.governor,
-            "promise": None if metrics.promise is None else metrics.promise.as_dict(),
+            "guarantee": None if metrics.guarantee is None else metrics.guarantee.as_dict(),
         },
         "timings": {
             "prefill_seconds": metrics.prefill_seconds,

@@ -173,8 +173,8 @@ class EngineConfig:
         if self.exactness == "strict":
             raise ConfigError(
                 "exactness='strict', which ran every step at one fixed shape, was removed, since native models give "
-                "the bits of plain decoding by default; see LLM.promise (or foredraft info MODEL) for the guarantee of "
-                "a model and its reason, choose another dtype or a native model, or check outputs with foredraft verify"
+                "the bits of plain decoding by default; foredraft info MODEL (LLM.guarantee) tells how "
+                "exact a model is and why. Choose another dtype or model, or check outputs with foredraft verify"
             )
         if self.exactness not in ("default", "relaxed"):
             raise ConfigError(f"exactness is {self.exactness!r}; choose default or relaxed")
@@ -184,27 +184,27 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Guarantee:
     """Guarantee for a row, relative to plain decoding of the same request under the same ``exactness``.
 
     Args:
-      kind: "native" or "near-ties". "native": the same bits for any draft, because the library's own kernels compute
-        every row and node independently. "near-ties": the same tokens, except between two tokens whose scores are so
-        close that rounding decides.
-      reason: why the guarantee is not "native"; empty if it is.
+      kind: "bit-identical" or "up to rounding". "bit-identical": the same bits for any draft, because the library's own
+        kernels compute every row and node independently. "up to rounding": the same tokens, except between two tokens
+        whose scores are so close that rounding decides.
+      reason: why the guarantee is not "bit-identical"; empty if it is.
 
     Attributes:
       keeps_bits: whether log-probabilities also have the bits of plain decoding.
       max_nodes: limit on nodes of a draft that the guarantee covers, root included.
     """
 
-    kind: Literal["native", "near-ties"]
+    kind: Literal["bit-identical", "up to rounding"]
     reason: str = ""
     keeps_bits: bool = field(init=False, repr=False, compare=False)
     max_nodes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keeps_bits", self.kind == "native")
+        object.__setattr__(self, "keeps_bits", self.kind == "bit-identical")
         object.__setattr__(self, "max_nodes", MOST_NODES if self.keeps_bits else sys.maxsize)
 
     def as_dict(self) -> dict[str, Any]:
@@ -214,13 +214,13 @@ class Promise:
     def describe(self) -> str:
         """Return one line for users."""
         what = {
-            "native": "bit-identical to plain decoding",
-            "near-ties": "same tokens as plain decoding up to rounding",
+            "bit-identical": "bit-identical to plain decoding",
+            "up to rounding": "same tokens as plain decoding up to rounding",
         }[self.kind]
         return f"{what} ({self.reason})" if self.reason else what
 
 
 @lru_cache(maxsize=64)
-def promised(kind: Literal["native", "near-ties"], reason: str = "") -> Promise:
+def guaranteed(kind: Literal["bit-identical", "up to rounding"], reason: str = "") -> Guarantee:
     """Return a guarantee from a cache, because engines read it in every step."""
-    return Promise(kind, reason)
+    return Guarantee(kind, reason)

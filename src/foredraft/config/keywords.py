@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
-from foredraft.config.foreign import NOT_HERE, Alias, aliases, is_same
+from foredraft.config.other_systems import NOT_HERE, Alias, aliases, is_same
 from foredraft.errors import ConfigError, PromptError
 
 T = TypeVar("T")
@@ -21,8 +21,10 @@ NEAR = 0.6
 """Smallest similarity, 0 to 1, at which a name is suggested."""
 MOST_LISTED, NUM_NEAREST = 12, 5
 """Limit on names that an error lists completely, and number of nearest names that it lists otherwise."""
-PAGES = {"SamplingParams": "docs/sampling.md", "SpeculativeConfig": "docs/speculative_config.md", "LLM": "help(LLM)"}
+PAGES = {"sampling_params": "docs/sampling.md", "speculative_config": "docs/speculative_config.md", "LLM": "help(LLM)"}
 """Places that list all keys, by the name of the config."""
+NAMELESS = ("sampling_params", "speculative_config", "speculate")
+"""Configs that messages do not name beside a key: their keys are options of commands and fields of requests, too."""
 
 
 def nearest(given: str, known: Iterable[str], most: int = 1, cutoff: float = NEAR) -> list[str]:
@@ -54,14 +56,24 @@ def _likeness(name: str, given: str) -> float:
     return SequenceMatcher(None, name.lower(), given.lower()).ratio()
 
 
+def key_of(owner: str, name: str) -> str:
+    """Return the name of a key for messages.
+
+    >>> key_of("sampling_params", "stop"), key_of("structured_outputs", "json"), key_of("a curve", "context")
+    ('stop', 'structured_outputs.json', 'context of a curve')
+    """
+    return name if owner in NAMELESS else f"{name} of {owner}" if " " in owner else f"{owner}.{name}"
+
+
 def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown key, with a suggestion."""
     return ConfigError(f"{owner} takes no {key!r}; {did_you_mean(key, sorted(known), PAGES.get(owner, ''))}")
 
 
 def _brief(value: Any) -> str:
-    """Return the repr of a plain value, or the class name of any other value."""
-    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    """Return the repr of a value as JSON has it, or the class name of any other value."""
+    is_plain = isinstance(value, (bool, int, float, str, list, dict))
+    return shown(value) if is_plain else type(value).__name__
 
 
 def own_keys(
@@ -72,7 +84,7 @@ def own_keys(
     A key of another system is left out if its value requests the behaviour that foredraft has anyway.
 
     Args:
-      owner: name of the config in the tables of `foredraft.config.foreign`.
+      owner: name of the config in the tables of `foredraft.config.other_systems`.
       given: keys and values from the user.
       known: names of the config's own keys.
       spelled: function that returns the usual spelling of a name.
@@ -95,7 +107,7 @@ def own_keys(
         alias = Alias(key) if key in names else other_names[key]
         if alias.words:
             if not isinstance(value, bool):
-                raise ConfigError(f"{owner}.{key} is {value!r}; it must be true or false")
+                raise ConfigError(f"{key_of(owner, key)} is {value!r}; it must be true or false")
             value = alias.words[value]
             if value is None:
                 continue
@@ -182,7 +194,7 @@ def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not has_items(value):
-        raise ConfigError(f"{owner}.{name} is {shown(value)}; it must be a list")
+        raise ConfigError(f"{key_of(owner, name)} is {shown(value)}; it must be a list")
     return tuple(value)
 
 
@@ -191,10 +203,10 @@ def integer(owner: str, name: str, value: Any, low: int, high: int | None = None
     try:
         number = whole_number(value)
     except TypeError:
-        raise ConfigError(f"{owner}.{name} is {shown(value)}; it must be a whole number{_and(remedy)}") from None
+        raise ConfigError(f"{key_of(owner, name)} is {shown(value)}; it must be a whole number{_and(remedy)}") from None
     if number < low or (high is not None and number > high):
         limit = f"{low} or more" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{owner}.{name} is {number}; it must be {limit}{_and(remedy)}")
+        raise ConfigError(f"{key_of(owner, name)} is {number}; it must be {limit}{_and(remedy)}")
     return number
 
 
@@ -214,11 +226,11 @@ def real(
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{owner}.{name} is {shown(value)}; it must be a number{_and(remedy)}") from None
+        raise ConfigError(f"{key_of(owner, name)} is {shown(value)}; it must be a number{_and(remedy)}") from None
     if not math.isfinite(number) or number > high or number < low or (above and number == low):
         edge = "greater than" if above else "at least"
         limit = f"{edge} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
-        raise ConfigError(f"{owner}.{name} is {number}; it must be finite, {limit}{_and(remedy)}")
+        raise ConfigError(f"{key_of(owner, name)} is {number}; it must be finite, {limit}{_and(remedy)}")
     return number
 
 
@@ -231,9 +243,9 @@ def strings(owner: str, name: str, value: str | Iterable[Any] | None) -> tuple[s
     given = (value,) if isinstance(value, str) else listed(owner, name, value)
     for string in given:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"{owner}.{name} contains {shown(string)}; every entry must be a non-empty string")
+            raise ConfigError(f"{key_of(owner, name)} contains {shown(string)}; every entry must be a non-empty string")
         try:
-            check_unicode(string, f"{owner}.{name}")
+            check_unicode(string, key_of(owner, name))
         except PromptError as error:
             raise ConfigError(str(error)) from None
     return given

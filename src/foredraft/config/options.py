@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Self
 
-from foredraft.config.keywords import has_items, integer, real, spelling
+from foredraft.config.keywords import has_items, integer, key_of, real, spelling
 from foredraft.errors import ConfigError
 from foredraft.folders import check_place
 
@@ -50,7 +50,7 @@ def flag() -> Kind:
 
     def read(owner: str, name: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"{owner}.{name} is {value!r}; it must be true or false")
+            raise ConfigError(f"{key_of(owner, name)} is {value!r}; it must be true or false")
         return value
 
     return Kind("true or false", read)
@@ -61,7 +61,7 @@ def path(is_read: bool = False) -> Kind:
 
     def read(owner: str, name: str, value: Any) -> str:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-            raise ConfigError(f"{owner}.{name} is {value!r}; it must be a path")
+            raise ConfigError(f"{key_of(owner, name)} is {value!r}; it must be a path")
         return str(os.fspath(value))
 
     def check(name: str, value: str) -> None:
@@ -78,7 +78,7 @@ def whole_numbers() -> Kind:
 
     def read(owner: str, name: str, value: Any) -> tuple[int, ...]:
         if not has_items(value):
-            raise ConfigError(f"{owner}.{name} is {value!r}; it must be a list of whole numbers")
+            raise ConfigError(f"{key_of(owner, name)} is {value!r}; it must be a list of whole numbers")
         return tuple(sorted({integer(owner, name, item, 0) for item in value}))
 
     return Kind("list of whole numbers", read)
@@ -91,7 +91,7 @@ def one_of(names: tuple[str, ...], aliases: Mapping[str, str] | None = None) -> 
     def read(owner: str, name: str, value: Any) -> str:
         chosen = known.get(spelling(value).lower()) if isinstance(value, str) else None
         if chosen is None:
-            raise ConfigError(f"{owner}.{name} is {value!r}; choose one of {', '.join(names)}")
+            raise ConfigError(f"{key_of(owner, name)} is {value!r}; choose one of {', '.join(names)}")
         return chosen
 
     return Kind(", ".join(names), read)
@@ -161,7 +161,7 @@ class Options:
     drafts_trees: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, value in read_fields("SpeculativeConfig", self).items():
+        for name, value in read_fields("speculative_config", self).items():
             object.__setattr__(self, name, value)
         self.check()
 

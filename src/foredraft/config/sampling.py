@@ -142,11 +142,11 @@ class SamplingParams:
     num_speculative_tokens: int | None = option(whole(0, remedy=_NONE_IS_OFF))
 
     def __post_init__(self) -> None:
-        for name, value in read_fields("SamplingParams", self).items():
+        for name, value in read_fields("sampling_params", self).items():
             self._set(name, value)
         self._check_limits()
-        self._set("stop", strings("SamplingParams", "stop", self.stop))
-        self._set("bad_words", strings("SamplingParams", "bad_words", self.bad_words))
+        self._set("stop", strings("sampling_params", "stop", self.stop))
+        self._set("bad_words", strings("sampling_params", "bad_words", self.bad_words))
         self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self._listed("stop_token_ids")))
         self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self._listed("bad_words_ids")))
         if self.prediction is not None and not isinstance(self.prediction, (str, TokenIds)):
@@ -158,7 +158,7 @@ class SamplingParams:
                 dict.fromkeys(self._token("logprob_token_ids", t) for t in self._listed("logprob_token_ids"))
             )
             if not named:
-                raise ConfigError("SamplingParams.logprob_token_ids is empty; name a token, or leave it out")
+                raise ConfigError("logprob_token_ids is empty; name a token, or leave it out")
             self._set("logprob_token_ids", named)
         if self.logprob_token_ids is not None and self.logprobs is None:
             self._set("logprobs", 0)
@@ -166,9 +166,7 @@ class SamplingParams:
         self._check_allowed()
         self._check_processors()
         if self.stop and not self.detokenize:
-            raise ConfigError(
-                f"SamplingParams.stop={self.stop} needs text; leave detokenize=True or use stop_token_ids"
-            )
+            raise ConfigError(f"stop={self.stop} needs text; leave detokenize=True or use stop_token_ids")
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
@@ -234,9 +232,7 @@ class SamplingParams:
 
     def _check_limits(self) -> None:
         if 0.0 < self.temperature < MIN_TEMPERATURE:
-            raise ConfigError(
-                f"SamplingParams.temperature is {self.temperature}, below {MIN_TEMPERATURE}; use 0 for greedy decoding"
-            )
+            raise ConfigError(f"temperature is {self.temperature}, below {MIN_TEMPERATURE}; use 0 for greedy decoding")
         self._set("top_k", max(0, self.top_k))
         if self.seed == -1:
             self._set("seed", None)
@@ -244,37 +240,37 @@ class SamplingParams:
             return
         least = 1 if self.prompt_logprobs is None else 0
         remedy = "None allows as many as fit into the context, and 0 works only with prompt_logprobs"
-        self._set("max_tokens", integer("SamplingParams", "max_tokens", self.max_tokens, least, remedy=remedy))
+        self._set("max_tokens", integer("sampling_params", "max_tokens", self.max_tokens, least, remedy=remedy))
         if self.min_tokens > self.max_tokens:
             raise ConfigError(
-                f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                 "lower min_tokens or raise max_tokens"
             )
 
     def _listed(self, name: str) -> tuple[Any, ...]:
-        return listed("SamplingParams", name, getattr(self, name))
+        return listed("sampling_params", name, getattr(self, name))
 
     def _token(self, name: str, token: Any) -> int:
-        return integer("SamplingParams", name, token, 0, remedy="token ids are not negative")
+        return integer("sampling_params", name, token, 0, remedy="token ids are not negative")
 
     def _token_sequence(self, words: Any) -> tuple[int, ...]:
         tokens = tuple(self._token("bad_words_ids", token) for token in words) if has_items(words) else ()
         if not tokens:
-            raise ConfigError(
-                f"SamplingParams.bad_words_ids contains {words!r}; every entry must be a list of at least one token id"
-            )
+            raise ConfigError(f"bad_words_ids contains {words!r}; every entry must be a list of at least one token id")
         return tokens
 
     def _checked_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
         if not isinstance(self.logit_bias, Mapping):
-            raise ConfigError(f"SamplingParams.logit_bias is {self.logit_bias!r}; give a mapping of token id to number")
+            raise ConfigError(f"logit_bias is {self.logit_bias!r}; give a mapping of token id to number")
         bias = {}
         for key, value in self.logit_bias.items():
             is_number = isinstance(key, str) and key.isdecimal() and len(key) <= MAX_DIGITS
             token = self._token("logit_bias", int(key) if is_number else key)
-            number = float("-inf") if value == float("-inf") else real("SamplingParams", "logit_bias", value, -math.inf)
+            number = (
+                float("-inf") if value == float("-inf") else real("sampling_params", "logit_bias", value, -math.inf)
+            )
             bias[token] = number
         return bias
 
@@ -283,7 +279,7 @@ class SamplingParams:
             return
         allowed = {self._token("allowed_token_ids", token) for token in self._listed("allowed_token_ids")}
         if not allowed:
-            raise ConfigError("SamplingParams.allowed_token_ids is empty; name a token, or leave it out to allow all")
+            raise ConfigError("allowed_token_ids is empty; name a token, or leave it out to allow all")
         self._set("allowed_token_ids", TokenIds(sorted(allowed)))
 
     def _check_processors(self) -> None:
@@ -291,13 +287,13 @@ class SamplingParams:
         for processor in processors:
             if not callable(processor):
                 raise ConfigError(
-                    f"SamplingParams.logits_processors contains {processor!r}; every entry must be callable as "
+                    f"logits_processors contains {processor!r}; every entry must be callable as "
                     "processor(input_ids, scores)"
                 )
         self._set("logits_processors", processors)
 
 
-SamplingParams.__init__ = takes_aliases("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
+SamplingParams.__init__ = takes_aliases("sampling_params")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def check_named_tokens(params: SamplingParams, vocab_size: int) -> None:

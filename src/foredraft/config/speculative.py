@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from foredraft.config.acceptance import RULES, AcceptanceRule, TypicalLimits
-from foredraft.config.foreign import METHODS_NOT_HERE, method_not_here
 from foredraft.config.keywords import nearest, own_keys, spelling
 from foredraft.config.options import Key, Options
+from foredraft.config.other_systems import METHODS_NOT_HERE, method_not_here
 from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
 from foredraft.methods import Method, method_aliases, methods, recognized
 
-NAME = "SpeculativeConfig"
+NAME = "speculative_config"
 
 LOADED = "(a loaded model)"
 """Placeholder for the model, in a config that must not refer to a loaded model."""
@@ -69,7 +69,7 @@ class SpeculativeConfig:
         values = self.as_dict()
         if values.get("model") is not None and not isinstance(values["model"], (str, os.PathLike)):
             values["model"] = type(values["model"])  # the repr of a loaded model lists all of its layers
-        return f"{NAME}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
+        return f"SpeculativeConfig({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:

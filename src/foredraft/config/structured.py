@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from foredraft.config.keywords import own_keys, strings
+from foredraft.config.keywords import own_keys, shown, strings
 from foredraft.errors import ConfigError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -46,24 +46,24 @@ class StructuredOutputs:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ConfigError(
-                f"StructuredOutputs got {', '.join(given) or 'nothing'}; give exactly one of {', '.join(KINDS)}"
+                f"structured_outputs got {', '.join(given) or 'nothing'}; give exactly one of {', '.join(KINDS)}"
             )
         object.__setattr__(self, "kind", given[0])
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", _as_text(self.json))
         if self.choice is not None:
-            object.__setattr__(self, "choice", strings("StructuredOutputs", "choice", self.choice))
+            object.__setattr__(self, "choice", strings("structured_outputs", "choice", self.choice))
             if not self.choice:
-                raise ConfigError("StructuredOutputs.choice is empty; give at least one text")
+                raise ConfigError("structured_outputs.choice is empty; give at least one text")
         for name in ("json", "regex", "grammar", "whitespace_pattern"):
             if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be non-empty text")
+                raise ConfigError(f"structured_outputs.{name} is {value!r}; it must be non-empty text")
         for name in ("json_object", "disable_any_whitespace"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
-                raise ConfigError(f"StructuredOutputs.{name} is {value!r}; it must be True or False")
+                raise ConfigError(f"structured_outputs.{name} is {value!r}; it must be True or False")
         if self.num_characters > MAX_CHARACTERS:
             raise ConfigError(
-                f"StructuredOutputs.{given[0]} has {self.num_characters} characters, more than the limit of "
+                f"structured_outputs.{given[0]} has {self.num_characters} characters, more than the limit of "
                 f"{MAX_CHARACTERS}; make it smaller"
             )
 
@@ -86,19 +86,17 @@ class StructuredOutputs:
             return given
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"SamplingParams.structured_outputs is {type(given).__name__}; give StructuredOutputs, or a mapping of "
-                "its fields"
+                f"structured_outputs is {shown(given)}; give a mapping of its fields, such as {{'regex': ...}}"
             )
-        return cls(**own_keys("StructuredOutputs", given, [one.name for one in fields(cls)]))
+        return cls(**own_keys("structured_outputs", given, [one.name for one in fields(cls)]))
 
 
 def _as_text(schema: Any) -> str:
     try:
         return json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"StructuredOutputs.json cannot be written as JSON ({error}); give a JSON schema") from None
+        raise ConfigError(f"structured_outputs.json cannot be written as JSON ({error}); give a JSON schema") from None
 
 
 def _shortened(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return shown(value, 60)

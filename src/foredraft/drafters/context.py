@@ -38,12 +38,12 @@ class DrafterContext:
         """Return the file or folder of this kind that is included with a zoo target, or None for any other target."""
         from foredraft import zoo
 
-        if self.zoo_name is None or not zoo.brings(self.zoo_name, what):
+        if self.zoo_name is None or not zoo.includes(self.zoo_name, what):
             return None
         return zoo.asset(self.zoo_name, what)
 
     @property
-    def brings_none(self) -> str:
+    def without_asset(self) -> str:
         """Clause for error messages about a missing file, if the zoo target does not include one; else empty."""
         return "" if self.zoo_name is None else f", and {self.zoo_name} does not include one"
 

@@ -29,7 +29,7 @@ from foredraft.engine.drafter import (
 )
 from foredraft.engine.row import Prediction, RowState
 from foredraft.engine.stats import CAUSES, Limits
-from foredraft.errors import ConfigError, TreeError, described, is_fatal
+from foredraft.errors import ConfigError, TreeError, error_with_type, is_fatal
 from foredraft.sampling.precision import double_device
 from foredraft.tree import DraftPlan, DraftSize, DraftTree
 
@@ -128,10 +128,10 @@ class Drafts:
 
     def start(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
         """Show chunks of prompts to the drafter; decoding begins after the last chunk of a row."""
-        told = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if not row.is_plain]
-        if told:
-            of_rows = [row for row, _ in told]
-            self._try(of_rows, partial(self._drafter.start, of_rows, [chunk for _, chunk in told]), None)
+        drafted_for = [(row, chunk) for row, chunk in zip(rows, chunks, strict=True) if not row.is_plain]
+        if drafted_for:
+            of_rows = [row for row, _ in drafted_for]
+            self._try(of_rows, partial(self._drafter.start, of_rows, [chunk for _, chunk in drafted_for]), None)
 
     def fork(self, row: Row, copies: Sequence[Row]) -> None:
         """Start further samples of the prompt of a row that has just started."""
@@ -314,7 +314,7 @@ class Drafts:
     def _contain(self, rows: Sequence[Row], fault: BaseException) -> None:
         if is_fatal(fault) or not self._contains_faults:
             raise fault
-        self._give_up(rows, described(fault))
+        self._give_up(rows, error_with_type(fault))
 
     def _give_up(self, rows: Sequence[Row], reason: str) -> None:
         for row in rows:

@@ -28,7 +28,7 @@ from foredraft.engine.row import Admission, Row, RowOutput, logprobs_of
 from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.stats import Limits, StepClock, StepProfile, StepSeconds
 from foredraft.engine.stopping import Finish, StopChecker
-from foredraft.errors import ConfigError, EngineBusyError, as_exception, is_fatal, told
+from foredraft.errors import ConfigError, EngineBusyError, as_exception, error_text, is_fatal
 from foredraft.machine import return_free_memory
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import CacheGroup
@@ -111,7 +111,7 @@ class Engine:
         self.caches = CacheGroup([self.cache, *(own.cache for own in needs.caches)])
         self._wanted = Wanted(needs.last_hidden, needs.layer_inputs)
         self._helpers = loaded_helpers() if target.device.type == "cpu" else None
-        self._promise = target.promise(self.config.exactness)
+        self._guarantee = target.guarantee(self.config.exactness)
         self.plan = MemoryPlan.of(self.config, target, self.cache, needs.caches)
         self._admission = Admission(
             target,
@@ -227,7 +227,7 @@ class Engine:
         with self._use:
             if self._scheduler.ended:
                 return [RowOutput(row, (), 0) for row in self._scheduler.take_ended()]
-            self._promise = self.target.promise(self.config.exactness)  # the model may have changed
+            self._guarantee = self.target.guarantee(self.config.exactness)  # the model may have changed
             self._steps_to_shrink -= 1
             if not self._steps_to_shrink:
                 self._shrink()
@@ -353,13 +353,13 @@ class Engine:
 
         The accepted tokens and the bonus must fit into the remaining budget.
 
-        Limits are set only here; governor and drafter may choose less. If bitwise equality is guaranteed (`Promise`), a
-        draft has at most as many nodes as one forward pass can compute with the bits of single tokens. Drafts may
+        Limits are set only here; governor and drafter may choose less. If bitwise equality is guaranteed (`Guarantee`),
+        a draft has at most as many nodes as one forward pass can compute with the bits of single tokens. Drafts may
         branch only if rule and model support trees. A row in doubt gets no draft. A request may set a smaller limit.
         """
-        max_nodes, of_promise = self._scheduler.max_nodes, min(self._promise.max_nodes, NO_LIMIT)
+        max_nodes, of_guarantee = self._scheduler.max_nodes, min(self._guarantee.max_nodes, NO_LIMIT)
         takes_trees = self.config.rule.takes_trees and self.target.supports_trees
-        nodes, of_nodes = (max_nodes, "memory") if max_nodes < of_promise else (of_promise, "bits")
+        nodes, of_nodes = (max_nodes, "memory") if max_nodes < of_guarantee else (of_guarantee, "bits")
         found = []
         for row in rows:
             depth, cause = row.max_length - len(row.token_ids) - 1, "budget"
@@ -460,7 +460,7 @@ class Engine:
         if finish is not None:
             row.finish_reason, row.stop_reason = finish.reason, finish.cause
         elif error is not None:
-            row.finish_reason, row.stop_reason = "error", told(error)
+            row.finish_reason, row.stop_reason = "error", error_text(error)
         return result
 
     def _tell_drafter(
@@ -472,14 +472,14 @@ class Engine:
         choices: Choices | None,
     ) -> None:
         """Report the step to the drafter, for rows that go on: the accepted nodes, and the target's features."""
-        rows, told = [], []
+        rows, steps = [], []
         for i, result in enumerate(results):
             row = result.row
             if result.token_ids and row.finish_reason is None and not row.is_plain:
                 rows.append(row)
-                told.append(StepResult(drafts[i], paths[i], result.token_ids, RowFeatures(output, i, choices)))
+                steps.append(StepResult(drafts[i], paths[i], result.token_ids, RowFeatures(output, i, choices)))
         if rows:
-            self._drafts.observe(rows, told)
+            self._drafts.observe(rows, steps)
 
     def _erase_doubtful(self, rows: Sequence[Row]) -> None:
         """Zero the cache behind the committed columns of rows in doubt, because these values may not be finite."""

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overloa
 from foredraft.ending import is_running
 from foredraft.engine.acceptance_model import OF_REQUESTS, PREDICTION
 from foredraft.engine.stats import NOTHING_FOUND, RowStats, StepTrace, counted, describe_cuts
-from foredraft.errors import CopyError, EngineBusyError, PromptError, as_exception, is_fatal, told
+from foredraft.errors import CopyError, EngineBusyError, PromptError, as_exception, error_text, is_fatal
 
 if TYPE_CHECKING:
-    from foredraft.config.engine import Promise
+    from foredraft.config.engine import Guarantee
     from foredraft.config.sampling import SamplingParams
     from foredraft.config.speculative import SpeculativeConfig
     from foredraft.engine.engine import Engine
@@ -164,7 +164,7 @@ class RequestMetrics:
       governor: decisions of the governor, or None if there is none. ``estimated_speedup`` is the speed during the call
         relative to plain decoding, None if no step verified a draft. ``decision`` is the latest decision with its
         reasons.
-      promise: guarantee for the tokens, compared with plain decoding; None under rules that only preserve the
+      guarantee: the guarantee for the tokens, compared with plain decoding; None under rules that only preserve the
         distribution.
       trace: plan, draft and acceptance of every decode step, sample by sample.
     """
@@ -174,7 +174,7 @@ class RequestMetrics:
     decode_seconds: float = 0.0
     tokens_per_second: float = 0.0
     governor: Mapping[str, Any] | None = None
-    promise: Promise | None = None
+    guarantee: Guarantee | None = None
     trace: tuple[StepTrace, ...] = ()
 
     def __repr__(self) -> str:
@@ -377,7 +377,7 @@ class Completion:
             if is_fatal(fault):
                 raise
             self.num_tokens = len(text.ends)
-            self.error, self.finish_reason, self.stop_reason = as_exception(fault), "error", told(fault)
+            self.error, self.finish_reason, self.stop_reason = as_exception(fault), "error", error_text(fault)
         ends = text.ends[first : self.num_tokens]
         self._ends.extend(zip(ends, sources, strict=False))
         if ends:
@@ -461,9 +461,8 @@ class Stream(Iterator[StreamOutput]):
         self._tokenizer = engine.tokenizer
         self._drafter_name = engine.drafter.name
         self._is_lossless = rule.is_lossless
-        self._promise = engine.target.promise(engine.config.exactness) if rule.keeps_tokens else None
-        self._governor = governor
-        self._before = None if governor is None else replace(governor.totals)
+        self._guarantee = engine.target.guarantee(engine.config.exactness) if rule.keeps_tokens else None
+        self._governed = None if governor is None else (governor, replace(governor.totals))
         self._is_closed = False
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -642,7 +641,7 @@ class Stream(Iterator[StreamOutput]):
         counts = speculative_metrics(stats, self._runner.num_spec_tokens, self._is_lossless)
         starts = [completion.started for completion in samples if completion.started is not None]
         if not starts:
-            return RequestMetrics(counts, promise=self._promise)
+            return RequestMetrics(counts, guarantee=self._guarantee)
         seconds = max(completion.ended for completion in samples) - min(starts)
         num_tokens = sum(completion.num_tokens for completion in samples)
         return RequestMetrics(
@@ -650,20 +649,10 @@ class Stream(Iterator[StreamOutput]):
             prefill_seconds=min(starts) - self._arrived,
             decode_seconds=seconds,
             tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
-            governor=self._governed(),
-            promise=self._promise,
+            governor=None if self._governed is None else self._governed[0].report(self._governed[1]),
+            guarantee=self._guarantee,
             trace=tuple([step for completion in samples for step in completion.row.trace]),
         )
-
-    def _governed(self) -> dict[str, Any] | None:
-        """Return the latest decision and the speed relative to plain decoding, None if no step verified a draft."""
-        if self._governor is None or self._before is None:
-            return None
-        totals, before = self._governor.totals, self._before
-        seconds = totals.seconds - before.seconds
-        has_drafts = totals.num_drafted > before.num_drafted
-        speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
-        return {"estimated_speedup": speed, "decision": self._governor.describe()}
 
 
 # -- the runner ----------------------------------------------------------------------------------------------------

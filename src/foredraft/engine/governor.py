@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from foredraft.engine.acceptance_model import KINDS, LITTLE, ROW_MEMORY, AcceptanceModel, Rate
 from foredraft.engine.cost_model import FEW, MEMORY, RATE, SHARE, CostModel
@@ -573,6 +573,17 @@ class Governor:
     def _price(self) -> float:
         """Tokens per second that could be generated otherwise: at the recent speed, or plainly if that is faster."""
         return max(1.0, self._batch.pace.gain) * self._num_rows / self._plain_seconds
+
+    def report(self, before: Totals) -> dict[str, Any]:
+        """Return the latest decision, and the speed relative to plain decoding of the steps since ``before``.
+
+        The speed is None if none of these steps verified a draft.
+        """
+        totals = self.totals
+        seconds = totals.seconds - before.seconds
+        has_drafts = totals.num_drafted > before.num_drafted
+        speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
+        return {"estimated_speedup": speed, "decision": self.describe()}
 
     def describe(self) -> str | None:
         """Describe the current decision and its reasons; None before the first step."""

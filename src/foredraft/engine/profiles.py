@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from foredraft.config.keywords import integer, real
 from foredraft.engine.cost_model import FEW, MEMORY, CostCurve, read_seconds
-from foredraft.errors import ConfigError, described
+from foredraft.errors import ConfigError, error_text
 from foredraft.folders import read_own_json
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Profile:
                 tuple(map(BestLength.read, data["settings"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"profile {path} is incomplete or invalid ({described(error)}); {REMEDY}") from None
+            raise ConfigError(f"profile {path} is incomplete or invalid ({error_text(error)}); {REMEDY}") from None
 
     def difference(self, facts: Mapping[str, Any]) -> str | None:
         """Describe the conditions that differ from those of the measurement; None if there are none.

@@ -201,7 +201,7 @@ class Scheduler:
         compute.
         """
         size = self._config.prefill_chunk_size
-        return size if size > MOST_NODES and self._target.promise(self._config.exactness).keeps_bits else 1
+        return size if size > MOST_NODES and self._target.guarantee(self._config.exactness).keeps_bits else 1
 
     # -- prefill -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foredraft.engine.acceptance_model import PREDICTION
 
@@ -95,13 +95,35 @@ def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
         >>> describe_cuts(Counter(governor=8), Counter(governor=2, nothing_found=1))
         'the governor cut 8 drafted tokens and left 2 steps without a draft'
     """
-    described = []
+    phrases = []
     for cause in sorted(CAUSES, key=lambda cause: (-steps[cause], -tokens[cause])):
         parts = [f"cut {counted(tokens[cause], 'drafted token')}"] if tokens[cause] else []
         parts += [f"left {counted(steps[cause], 'step')} without a draft"] if steps[cause] else []
         if parts:
-            described.append(f"{CAUSES[cause]} {' and '.join(parts)}")
-    return ", ".join(described)
+            phrases.append(f"{CAUSES[cause]} {' and '.join(parts)}")
+    return ", ".join(phrases)
+
+
+def describe_drafting(counts: RowStats, governor: Mapping[str, Any] | None) -> list[str]:
+    """Lines for people on what was drafted, and on the latest decision of the governor; none for plain decoding.
+
+    Args:
+      governor: result of `foredraft.engine.governor.Governor.report`, if there is a governor.
+    """
+    lines = [f"drafts: {', '.join(drafts)}"] if (drafts := describe_drafts(counts)) else []
+    if decision := (governor or {}).get("decision"):
+        lines.append(f"latest decision: {decision}")
+    return lines
+
+
+def describe_drafts(counts: RowStats) -> list[str]:
+    """Phrases on drafted, accepted and cut tokens; none for plain decoding."""
+    if not counts.num_proposed_tokens and not counts.num_undrafted_steps:
+        return []
+    verified = f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"
+    phrases = [verified if counts.num_proposed_tokens else "nothing was drafted"]
+    cut = describe_cuts(counts.num_cut_tokens, counts.num_undrafted_steps)
+    return [*phrases, cut] if cut else phrases
 
 
 def counted(number: int, noun: str) -> str:

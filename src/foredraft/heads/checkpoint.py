@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
-from foredraft.folders import keep_text, parsed_json, replacing
+from foredraft.folders import parsed_json, replacing, write_atomically
 
 CONFIG = "config.json"
 WEIGHTS = (
@@ -96,7 +96,7 @@ def write_checkpoint(folder: str | os.PathLike[str], config: Mapping[str, Any], 
     beside = path / f".{WEIGHTS[0]}"
     with replacing(path / WEIGHTS[0], beside):
         save_file(copies, beside, metadata={"format": "pt"})
-        keep_text(path / CONFIG, json.dumps(dict(config), indent=2) + "\n")
+        write_atomically(path / CONFIG, json.dumps(dict(config), indent=2) + "\n")
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -156,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download or copy it again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} contains a {type(value).__name__}, not a JSON object; download or copy it again")
+        raise CheckpointError(f"{path} contains no JSON object; download or copy it again")
     return value
 
 
@@ -195,9 +195,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if isinstance(value, Mapping) and isinstance(value.get("state_dict"), Mapping):
         value = value["state_dict"]
     if not isinstance(value, Mapping) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
-        raise CheckpointError(
-            f"{path} contains a {type(value).__name__}, not tensors by name; it is not a checkpoint of a head"
-        )
+        raise CheckpointError(f"{path} contains no tensors by name; it is not a checkpoint of a head")
     return {str(name): tensor for name, tensor in value.items()}
 
 

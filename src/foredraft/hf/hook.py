@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from transformers import (
@@ -18,7 +21,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from foredraft import forking
+from foredraft import forking, zoo
 from foredraft.config.engine import EngineConfig
 from foredraft.config.keywords import strings
 from foredraft.config.sampling import SamplingParams
@@ -26,7 +29,7 @@ from foredraft.config.speculative import SpeculativeConfig, SpeculativeLike
 from foredraft.devices import makes_on_cpu
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.engine import Engine
-from foredraft.engine.stats import RowStats
+from foredraft.engine.stats import RowStats, describe_drafting
 from foredraft.errors import ConfigError, CopyError, PromptError
 from foredraft.hf import refusals
 from foredraft.hf.call import Call
@@ -39,6 +42,7 @@ from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.rounding import check_quantization
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_unwrapped
+from foredraft.progress import stage_if_slow
 
 
 def speculate(
@@ -107,6 +111,8 @@ class Speculation:
     Attributes:
       config: method and keys of drafting.
       stats: counters over all calls so far.
+      governor: latest decision of the governor with its reasons, and the estimated speed-up of the latest call, as in
+        `foredraft.RequestMetrics`. None before the first call, and if there is no governor.
     """
 
     def __init__(
@@ -120,14 +126,18 @@ class Speculation:
     ) -> None:
         self.config = config
         self.stats = RowStats()
+        self.governor: Mapping[str, Any] | None = None
         self._streamer, self._tokenizer = streamer, tokenizer
         self._runs_by = runs_by
         self._lock = forking.lock()
+        self._ready: WeakSet[PreTrainedModel] = WeakSet()
         self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
 
     def __repr__(self) -> str:
         values = self.config.as_dict()
-        return f"speculate({', '.join(f'{name}={_short(value)}' for name, value in values.items())})"
+        shown = f"speculate({', '.join(f'{name}={_short(value)}' for name, value in values.items())})"
+        drafting = describe_drafting(self.stats, self.governor) if self.config.is_speculative else []
+        return "\n".join([shown, *drafting])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Speculation:
         """Return the object itself, so that a copy of the arguments of ``generate`` copies no model or counter."""
@@ -154,7 +164,7 @@ class Speculation:
         """
         model = check_unwrapped(model)
         refusals.check_model(model)
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()), self._preparing(model):
             adapter, drafting = self._prepared(model)
             with adapter.lock:
                 config = self._engine_config(1)
@@ -218,8 +228,12 @@ class Speculation:
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         mask = model_kwargs.get("attention_mask")
         rows = read_rows(input_ids, mask)
-        with torch.random.fork_rng(devices=()):  # set-up must not draw from the user's generator
-            adapter, drafting = self._prepared(model)
+        with self._preparing(model, ends_line=streamer is not None):  # the prompt is already on the screen
+            with torch.random.fork_rng(devices=()):  # set-up must not draw from the user's generator
+                adapter, drafting = self._prepared(model)
+            with adapter.lock:
+                drafter = drafting.new_drafter()
+                governor = drafting.governor(adapter.target, drafter)
         check_positions(rows, mask, model_kwargs.get("position_ids"), adapter.target)
         endings = Endings(self._with_stop_strings(criteria))
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
@@ -235,15 +249,15 @@ class Speculation:
         )
         eos = sorted(endings.eos_token_ids)
         with adapter.lock:
-            drafter = drafting.new_drafter()
-            governor = drafting.governor(adapter.target, drafter)
             engine = Engine(adapter.target, drafter, engine_config, eos_token_ids=eos, governor=governor)
         seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
         call = Call(engine, adapter.lock, columns, rows, processors=processors, seed=seed)
+        governed = None if governor is None else (governor, replace(governor.totals))
         call.run()
         call.fill_tails()
         with self._lock:
             self.stats.add(call.stats)
+            self.governor = None if governed is None else governed[0].report(governed[1])
         if not config.return_dict_in_generate:
             return columns.sequences
         return GenerateDecoderOnlyOutput(
@@ -256,6 +270,16 @@ class Speculation:
         if self._stop_criterion is None:
             return criteria
         return StoppingCriteriaList([*criteria, self._stop_criterion])
+
+    @contextmanager
+    def _preparing(self, model: PreTrainedModel, *, ends_line: bool = False) -> Iterator[None]:
+        """Context of preparations. If they take long, a line says so in the first call for a model."""
+        if model in self._ready:
+            yield
+            return
+        with stage_if_slow(partial(_work_on, model), ends_line=ends_line):
+            yield
+        self._ready.add(model)
 
     def _prepared(self, model: PreTrainedModel) -> tuple[Adapter, Drafting]:
         adapter = shared_adapter(model, *self._runs_by)
@@ -291,6 +315,12 @@ def _decode_a_little(lm: CausalLM, config: EngineConfig) -> None:
     engine.add_request([0, 0], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
     for _ in engine.run():
         pass
+
+
+def _work_on(model: PreTrainedModel) -> str:
+    """Return the name of the preparations for a model."""
+    path = str(model.name_or_path or "")
+    return f"preparing and testing {zoo.name_of(path) or path or 'the model'}"
 
 
 def _short(value: Any) -> str:

@@ -26,8 +26,8 @@ def drafters_beside(model: object) -> list[dict[str, Any]]:
         [{'method': 'eagle3'}]
     """
     if isinstance(model, str) and model.startswith(zoo.PREFIX):
-        heads = [method for method in HEADS if zoo.brings(model, method)]
-        names = [*(["draft_model"] if zoo.brings(model, "draft") else []), *heads[:1]]
+        heads = [method for method in HEADS if zoo.includes(model, method)]
+        names = [*(["draft_model"] if zoo.includes(model, "draft") else []), *heads[:1]]
         return [{"method": name} for name in names]
     found = sorted(_heads_inside(model), key=lambda head: HEADS.index(head[0]))
     return [{"method": method, "model": str(folder)} for method, folder in found[:1]]

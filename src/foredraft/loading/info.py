@@ -13,11 +13,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foredraft import zoo
 from foredraft.config.acceptance import AcceptanceRule
-from foredraft.config.engine import Promise
+from foredraft.config.engine import Guarantee
 from foredraft.config.keywords import whole_number
 from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.errors import ConfigError, told
+from foredraft.errors import ConfigError, error_text
 from foredraft.model.lm import CausalLM
 from foredraft.native.threads import threads_note
 
@@ -148,13 +148,13 @@ def drafter_titles(config: SpeculativeConfig) -> list[str]:
     return [" > ".join(titles)] if config.method == "first" else titles
 
 
-def output_words(rule: AcceptanceRule, promise: Promise) -> str:
+def output_words(rule: AcceptanceRule, guarantee: Guarantee) -> str:
     """Guarantee for the output of a rule of acceptance, in words."""
     if not rule.is_lossless:
         return f"lossy ({rule.name} acceptance)"
     if not rule.keeps_tokens:
         return "same distribution as plain decoding"
-    return "bit-identical to plain decoding" if promise.keeps_bits else "same tokens as plain decoding up to rounding"
+    return "bit-identical to plain decoding" if guarantee.keeps_bits else "same tokens as plain decoding up to rounding"
 
 
 def short_name(name: str) -> str:
@@ -173,7 +173,7 @@ def detail_line(
     is_dtype_chosen: bool = False,
     drafter: ModelInfo | None = None,
     heads: Iterable[str] = (),
-    promise: str = "",
+    guarantee: str = "",
     threads: str = "",
 ) -> str:
     """Describe in one line the parameters, precision, kernels, threads and drafters of a loaded model.
@@ -184,7 +184,7 @@ def detail_line(
       is_dtype_chosen: whether the user gave the dtype.
       drafter: model of the method ``draft_model``.
       heads: names of the heads that draft.
-      promise: guarantee for the output, in words.
+      guarantee: the guarantee for the output, in words.
       threads: note on the number of threads.
     """
     dtype = info.dtype
@@ -206,7 +206,7 @@ def detail_line(
         if drafter is not None:
             given.append(f"{drafter.name}, {count(drafter.num_parameters)}")
         parts.append(f"method {method} with {' and '.join(given)}" if given else f"method {method}")
-    return f"{info.name}: {', '.join(parts)}{'; ' if promise else ''}{promise}"
+    return f"{info.name}: {', '.join(parts)}{'; ' if guarantee else ''}{guarantee}"
 
 
 def weights_note(info: ModelInfo) -> str:
@@ -279,7 +279,7 @@ def read_generation_config(given: str | os.PathLike[str] | GenerationConfig, mod
         return GenerationConfig.from_pretrained(folder, name)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"generation_config is {str(given)!r}: {told(error)}; give auto, none, or a folder with a "
+            f"generation_config is {str(given)!r}: {error_text(error)}; give auto, none, or a folder with a "
             "generation_config.json"
         ) from None
 
@@ -343,7 +343,7 @@ def announce(
     info: ModelInfo,
     title: str | None,
     loaded: Loaded,
-    promise: Promise | None,
+    guarantee: Guarantee | None,
     *,
     rule: AcceptanceRule,
     drafters: Sequence[str] = (),
@@ -354,7 +354,7 @@ def announce(
     """Log in one line which model was loaded and how it decodes (`load_line`), and details at level DEBUG.
 
     Args:
-      promise: guarantee for the output; None for plain decoding.
+      guarantee: the guarantee for the output; None for plain decoding.
       rule: rule of acceptance.
       drafters: titles of the methods that draft.
       drafter, heads: see `detail_line`.
@@ -366,10 +366,10 @@ def announce(
         is_dtype_chosen=is_dtype_chosen,
         drafter=drafter,
         heads=heads,
-        promise="" if promise is None or not rule.keeps_tokens else promise.describe(),
+        guarantee="" if guarantee is None or not rule.keeps_tokens else guarantee.describe(),
         threads=threads_note(),
     )
-    output = "" if promise is None else output_words(rule, promise)
+    output = "" if guarantee is None else output_words(rule, guarantee)
     logger.info("%s", load_line(info, drafters if output else (), output))
     logger.debug("%s", line)
 

@@ -128,7 +128,7 @@ class Pairing:
 
     def _own_drafter(self, zoo_name: str | None) -> str | None:
         """Return the name under which a target of the zoo includes a draft model, or None."""
-        return zoo_name if zoo_name is not None and zoo.brings(zoo_name, "draft") else None
+        return zoo_name if zoo_name is not None and zoo.includes(zoo_name, "draft") else None
 
     def _draft_model(self, name: Any, config: SpeculativeConfig) -> tuple[Loaded, CausalLM]:
         """Return a draft model and its adapter. One that is in use already is not loaded again."""
@@ -191,7 +191,7 @@ def head_names(config: SpeculativeConfig, zoo_name: str | None = None) -> tuple[
             names.append(type(part.model).__name__)
         elif part.model is not None:
             names.append(str(part.model))
-        elif zoo_name is not None and zoo.brings(zoo_name, asset):
+        elif zoo_name is not None and zoo.includes(zoo_name, asset):
             names.append(f"{zoo_name}, {asset} (included)")
     return tuple(names)
 

@@ -87,7 +87,7 @@ def resolve(
             f"gguf_file is {gguf_file!r}, but {name} is a single model already; give it with a directory or hub id"
         )
     if name.startswith(ZOO):
-        if part == "draft" and not zoo.brings(name, part):  # the model itself is to be the drafter
+        if part == "draft" and not zoo.includes(name, part):  # the model itself is to be the drafter
             part = "target"
         return Source(str(zoo.path(name, part)), name if part == "target" else f"{name} ({part})")
     location = os.path.expanduser(name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.config.options import Key, Options
-from foredraft.errors import ConfigError, described
+from foredraft.errors import ConfigError, error_with_type
 from foredraft.folders import parsed_json
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def methods() -> Mapping[str, Method]:
             _add(found, entry.load())
         except Exception as error:
             warnings.warn(
-                f"the method at entry point {entry.name} = {entry.value} is skipped: {described(error)}; repair or "
-                "uninstall its package",
+                f"the method at entry point {entry.name} = {entry.value} is skipped: {error_with_type(error)}; repair "
+                "or uninstall its package",
                 RuntimeWarning,
                 stacklevel=2,
             )

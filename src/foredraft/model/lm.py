@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from foredraft.config.engine import Promise, promised
+from foredraft.config.engine import Guarantee, guaranteed
 from foredraft.errors import ShapeError
 from foredraft.machine import return_free_memory
 from foredraft.model.cache.ragged import KVCache
@@ -291,15 +291,17 @@ class CausalLM:
         other.run_by(execution)
         return other
 
-    def promise(self, exactness: str) -> Promise:
+    def guarantee(self, exactness: str) -> Guarantee:
         """Return the exactness guarantee of this model's outputs relative to plain decoding, for any draft.
 
         Args:
           exactness: the option of that name in `EngineConfig`.
         """
         if self._not_native:
-            return promised("near-ties", self._not_native)
-        return promised("near-ties", "exactness is relaxed") if exactness == "relaxed" else promised("native")
+            return guaranteed("up to rounding", self._not_native)
+        if exactness == "relaxed":
+            return guaranteed("up to rounding", "exactness is relaxed")
+        return guaranteed("bit-identical")
 
     def release_tables(self) -> None:
         """Free masks and position tables that long rows have enlarged, and the features of the last forward pass."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from foredraft.errors import ProbeError, described, is_fatal
+from foredraft.errors import ProbeError, error_with_type, is_fatal
 from foredraft.model.reduced import converted_bytes, group_attention, representative, representatives
 from foredraft.model.reference import (
     FAULTS,
@@ -194,7 +194,7 @@ class Prober:
                 if is_fatal(error):
                     raise
                 if self._dtype is None:
-                    said = described(error).partition("\n")[0]
+                    said = error_with_type(error).partition("\n")[0]
                     raise ProbeError(f"{lm.name} fails on plain text, without any draft ({said}).") from error
                 logger.debug("%s: testing layers %s in dtype %s failed: %s", lm.name, self._layers, self._dtype, error)
         raise AssertionError("the last attempt returns or raises")
@@ -387,7 +387,7 @@ class Prober:
         except Exception as error:
             if self._dtype is None or lm is self._lm:
                 raise ProbeError(
-                    f"{lm.name} cannot run over 4-D masks and explicit positions ({described(error)}), "
+                    f"{lm.name} cannot run over 4-D masks and explicit positions ({error_with_type(error)}), "
                     "so drafts cannot be verified exactly."
                 ) from error
             raise

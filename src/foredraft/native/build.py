@@ -15,7 +15,7 @@ from threading import get_ident
 
 import torch
 
-from foredraft.folders import CACHE_VARIABLE, cache_folder, keep_text, replacing
+from foredraft.folders import CACHE_VARIABLE, cache_folder, replacing, write_atomically
 from foredraft.native.compiler import FOLDER, compile_library, cpp_compiler, file_digest, library_digest, options_of
 
 __all__ = ["WHEEL", "compiled", "cpp_compiler", "instruction_set", "precompiled", "why_not_precompiled"]
@@ -106,7 +106,7 @@ def _keep(made: Path, file: Path) -> None:
     part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
     with replacing(file, part):
         shutil.copyfile(made, part)
-        keep_text(_sum_of(file), file_digest(made))
+        write_atomically(_sum_of(file), file_digest(made))
 
 
 @cache

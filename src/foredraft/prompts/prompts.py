@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.config.keywords import check_unicode, has_items, ints_of, whole_number
 from foredraft.config.sampling import SamplingParams
-from foredraft.errors import ConfigError, ForedraftError, PromptError, described
+from foredraft.errors import ConfigError, ForedraftError, PromptError, error_with_type
 from foredraft.prompts.templates import TemplateFailure, rendered_chat
 from foredraft.sampling.noise import mix
 
@@ -98,7 +98,7 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
     if tokenizer is None:
         raise PromptError(
             f"prompt {place} is text, but this model has no tokenizer; put the tokenizer files beside the weights, "
-            "pass tokenizer=... to LLM, or give prompt_token_ids (on the command line in --prompts-file)"
+            "or give prompt_token_ids (on the command line in --prompts-file; in Python tokenizer=... works, too)"
         )
     check_unicode(prompt, f"prompt {place}")
     ids = tokenizer(prompt, verbose=False)["input_ids"]
@@ -158,7 +158,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, ForedraftError):
             raise
-        message = f"the chat template of the model does not accept these messages: {described(error)}"
+        message = f"the chat template of the model does not accept these messages: {error_with_type(error)}"
         raise PromptError(message) from error
     except RecursionError as error:
         raise PromptError("the messages or tools are nested too deeply; make them flatter") from error
@@ -288,8 +288,7 @@ def resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) 
         given = getattr(params, name)
         if given and tokenizer is None and (name != "prediction" or isinstance(given, str)):
             raise ConfigError(
-                f"SamplingParams.{name} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or "
-                f"{remedy}"
+                f"{name} is text, but this model has no tokenizer; put its files beside the weights, or {remedy}"
             )
     if tokenizer is None:
         return params

@@ -146,9 +146,9 @@ class CorpusFile:
     def _field_of(self, record: Any, place: str) -> str:
         text = record.get(self.field) if isinstance(record, dict) else record
         if not isinstance(text, str):
-            keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+            what = f"its keys: {', '.join(map(str, record))}" if isinstance(record, dict) else "it is no object"
             raise DatastoreError(
-                f"{self.path}, {place} has no text in {self.field!r} (its keys: {keys}); name the field with --field"
+                f"{self.path}, {place} has no text in {self.field!r} ({what}); name the field with --field"
             )
         self._check_text(text)
         try:

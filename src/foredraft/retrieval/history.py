@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from foredraft import forking
-from foredraft.errors import DatastoreError, TokenizerMismatchError, described
+from foredraft.errors import DatastoreError, TokenizerMismatchError, error_text
 from foredraft.folders import not_ours, replacing
 from foredraft.retrieval.growth import Candidate
 from foredraft.retrieval.suffix_tree import WIDTH, SuffixMatch, SuffixTree
@@ -152,7 +152,7 @@ class OutputHistory:
             raise DatastoreError(f"the history {path} does not exist; check the path") from None
         except Exception as error:  # zipfile, numpy and the operating system raise different types
             raise DatastoreError(
-                f"the history {path} is damaged or not a history ({described(error)}); delete it"
+                f"the history {path} is damaged or not a history ({error_text(error)}); delete it"
             ) from None
         if kind != _FORMAT:
             raise DatastoreError(not_ours(path, "history", "a state_file of another name"))

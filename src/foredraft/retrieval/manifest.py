@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import DatastoreError, TokenizerMismatchError, described
+from foredraft.errors import DatastoreError, TokenizerMismatchError, error_text
 from foredraft.folders import is_no_room, not_ours, sha256_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class DatastoreManifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, DatastoreError):
                 raise
-            raise DatastoreError(f"{path} is damaged ({described(error)}); copy it again") from None
+            raise DatastoreError(f"{path} is damaged ({error_text(error)}); copy it again") from None
 
     def check_files(self, folder: Path, *, checksums: bool = True) -> None:
         """Raise DatastoreError for the first file that is missing, truncated or changed."""

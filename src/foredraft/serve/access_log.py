@@ -29,20 +29,20 @@ class Access:
     """Facts of one request for its line.
 
     Args:
-      ticket: request in the engine; None if there is none.
+      queued: request in the engine; None if there is none.
     """
 
     method: str
     path: str
     status: int = 0
-    ticket: QueuedRequest | None = None
+    queued: QueuedRequest | None = None
 
 
-def note_ticket(scope: Scope, ticket: QueuedRequest) -> None:
+def note_request(scope: Scope, queued: QueuedRequest) -> None:
     """Attach the request in the engine to its line of the log."""
     access = scope.get(_KEY)
     if isinstance(access, Access):
-        access.ticket = ticket
+        access.queued = queued
 
 
 class AccessLog:
@@ -113,7 +113,7 @@ def line_of(access: Access, seconds: float) -> str:
     """
     parts = [f"{clock()} {access.method} {access.path[:200]!a} {access.status or 'aborted'}".replace("'", "")]
     parts.append(f"{seconds:.1f} s")
-    stream: Any = None if access.ticket is None else access.ticket.stream
+    stream: Any = None if access.queued is None else access.queued.stream
     if stream is not None:
         num_tokens = stream.num_tokens
         parts.append(f"{num_tokens} token{'' if num_tokens == 1 else 's'}")

@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from foredraft.beginnings import shared_length
 from foredraft.engine.frontend import FrozenList, RequestOutput, StreamOutput, speculative_metrics
-from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.bridge import Backend
 from foredraft.serve.errors import ApiError
 from foredraft.serve.form import ResponseFormat
+from foredraft.serve.parsed_request import ParsedRequest
 from foredraft.serve.queued_request import QueuedRequest
 from foredraft.serve.settings import ServerSettings
 
@@ -32,18 +32,18 @@ class RequestHandler:
 
     Args:
       bridge: backend that decodes the request.
-      asking: parsed request.
+      parsed: the request.
       receive: ASGI receive function. The body has already been read, so it only reports a disconnect.
     """
 
-    def __init__(self, bridge: Backend, asking: ParsedRequest, receive: Receive) -> None:
-        self.ticket = QueuedRequest(asking.llm, asking.prompts, [asking.params] * len(asking.prompts))
-        self.ticket.wants_news, self.ticket.wants_trees = asking.streams, asking.returns_drafts
+    def __init__(self, bridge: Backend, parsed: ParsedRequest, receive: Receive) -> None:
+        self.queued = QueuedRequest(parsed.llm, parsed.prompts, [parsed.params] * len(parsed.prompts))
+        self.queued.wants_news, self.queued.wants_trees = parsed.streams, parsed.returns_drafts
         self._bridge = bridge
-        self._deadline = self.ticket.arrived + asking.timeout
-        self._timeout = asking.timeout
+        self._deadline = self.queued.arrived + parsed.timeout
+        self._timeout = parsed.timeout
         self._departure = asyncio.ensure_future(_departure(receive))
-        self._departure.add_done_callback(lambda _: self.ticket.wake())
+        self._departure.add_done_callback(lambda _: self.queued.wake())
         self._heard = perf_counter()  # time of the last output
         self._pulse: asyncio.TimerHandle | None = None
 
@@ -72,7 +72,7 @@ class RequestHandler:
         """Wake the waiting task each time this many seconds have passed without output."""
         silent = perf_counter() - self._heard
         if silent >= silence:
-            self.ticket.wake()
+            self.queued.wake()
         self._pulse = asyncio.get_running_loop().call_later(
             silence if silent >= silence else silence - silent, self.wake_after, silence
         )
@@ -82,7 +82,7 @@ class RequestHandler:
 
         Raises: the error with which the engine refused the request.
         """
-        self._bridge.submit(self.ticket)
+        self._bridge.submit(self.queued)
         try:
             await self.news()
         except BaseException:
@@ -97,7 +97,7 @@ class RequestHandler:
         """
         news: list[StreamOutput] | None = []
         if not self._departure.done():
-            news = await self.ticket.news()
+            news = await self.queued.news()
             self._heard = perf_counter()
         if self._departure.done():
             raise ClientDisconnect
@@ -107,24 +107,24 @@ class RequestHandler:
         """Wait for the end of the request and return its results."""
         while await self.news() is not None:
             pass
-        return self.ticket.outputs()
+        return self.queued.outputs()
 
     async def again(self, outputs: Sequence[RequestOutput]) -> None:
         """Send the same request again with plain decoding and the seeds of the first run."""
-        first = self.ticket
+        first = self.queued
         params = [
             replace(given, seed=output.outputs[0].seed, num_speculative_tokens=0)
             for given, output in zip(first.params, outputs, strict=True)
         ]
-        self.ticket = QueuedRequest(first.llm, first.prompts, params)
-        self.ticket.wants_news = False
+        self.queued = QueuedRequest(first.llm, first.prompts, params)
+        self.queued.wants_news = False
         await self.begin()
 
     def end(self) -> None:
         """Release everything that belongs to the request. Calling it twice is harmless."""
         if self._pulse is not None:
             self._pulse.cancel()
-        self._bridge.abandon(self.ticket)
+        self._bridge.abandon(self.queued)
         if not self._departure.cancel() and not self._departure.cancelled():
             self._departure.exception()  # marks the exception as retrieved; nobody awaits this task any more
 
@@ -136,11 +136,11 @@ async def _departure(receive: Receive) -> None:
 
 async def answer(
     bridge: Backend,
-    asking: ParsedRequest,
+    parsed: ParsedRequest,
     form: ResponseFormat,
     settings: ServerSettings,
     receive: Receive,
-    note: Callable[[QueuedRequest], None] = lambda ticket: None,
+    note: Callable[[QueuedRequest], None] = lambda queued: None,
 ) -> Response:
     """Run a request and return its response.
 
@@ -150,25 +150,25 @@ async def answer(
     Raises: ApiError, PromptError or another error of the request, before anything was sent; ClientDisconnect if the
       client has disconnected.
     """
-    bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
-    exchange = RequestHandler(bridge, asking, receive)
-    note(exchange.ticket)
+    bridge.check_room(parsed.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
+    handler = RequestHandler(bridge, parsed, receive)
+    note(handler.queued)
     try:
-        async with exchange.within_its_time():
-            await exchange.begin()
-            if asking.streams:
-                return EventStream(exchange, asking, form, settings.keep_alive)
-            outputs = await exchange.collect()
-            usage = usage_of(exchange.ticket)
-            beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
-            if asking.verifies:
-                await exchange.again(outputs)
-                beside |= verdict_of(outputs, await exchange.collect())
+        async with handler.within_its_time():
+            await handler.begin()
+            if parsed.streams:
+                return EventStream(handler, parsed, form, settings.keep_alive)
+            outputs = await handler.collect()
+            usage = usage_of(handler.queued)
+            beside = counts_of(handler.queued, parsed.detail) | handler.queued.notes
+            if parsed.verifies:
+                await handler.again(outputs)
+                beside |= verdict_of(outputs, await handler.collect())
     finally:
-        if not asking.streams:
-            exchange.end()
+        if not parsed.streams:
+            handler.end()
     return Response(
-        json.dumps(form.body(outputs, usage, beside)), media_type="application/json", headers=asking.warning
+        json.dumps(form.body(outputs, usage, beside)), media_type="application/json", headers=parsed.warning
     )
 
 
@@ -176,19 +176,17 @@ class EventStream(Response):
     """Response as server-sent events. All chunks of a step are sent together.
 
     Args:
-      exchange: handler of a request that the engine has accepted.
-      asking: parsed request.
+      handler: handler of the request, which the engine has accepted.
+      parsed: the request.
       form: format of the events.
       keep_alive: seconds of silence after which a comment is sent.
     """
 
-    def __init__(
-        self, exchange: RequestHandler, asking: ParsedRequest, form: ResponseFormat, keep_alive: float
-    ) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **asking.warning}
+    def __init__(self, handler: RequestHandler, parsed: ParsedRequest, form: ResponseFormat, keep_alive: float) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **parsed.warning}
         super().__init__(media_type="text/event-stream", headers=headers)
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
-        self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
+        self._handler, self._parsed, self._form, self._keep_alive = handler, parsed, form, keep_alive
         self._is_sending = False
         self._last_put = perf_counter()
         self._begun: set[tuple[int, int]] = set()  # (prompt, sample) of rows with sent output
@@ -198,7 +196,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             try:
-                async with self._exchange.within_its_time():
+                async with self._handler.within_its_time():
                     await self._send_all(send)
             except ClientDisconnect:
                 raise
@@ -211,32 +209,32 @@ class EventStream(Response):
         except ClientDisconnect:
             return
         finally:
-            self._exchange.end()
+            self._handler.end()
 
     async def _send_all(self, send: Send) -> None:
-        exchange, form, asking = self._exchange, self._form, self._asking
-        usage = partial(usage_of, exchange.ticket)
-        exchange.wake_after(self._keep_alive)
+        handler, form, parsed = self._handler, self._form, self._parsed
+        usage = partial(usage_of, handler.queued)
+        handler.wake_after(self._keep_alive)
         await self._put(send, *form.opening())
-        while (news := await exchange.news()) is not None:
-            told = form.events(self._ready(news), usage)
+        while (news := await handler.news()) is not None:
+            events = form.events(self._ready(news), usage)
             is_silent = not news or perf_counter() - self._last_put > self._keep_alive
-            await self._put(send, *(told or [KEEP_ALIVE] * is_silent))
-        beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
+            await self._put(send, *(events or [KEEP_ALIVE] * is_silent))
+        beside = counts_of(handler.queued, parsed.detail) | handler.queued.notes
         used = usage()
-        if asking.verifies:
-            outputs = exchange.ticket.outputs()
-            await exchange.again(outputs)
-            while (news := await exchange.news()) is not None:
+        if parsed.verifies:
+            outputs = handler.queued.outputs()
+            await handler.again(outputs)
+            while (news := await handler.news()) is not None:
                 if not news:
                     await self._put(send, KEEP_ALIVE)
-            beside |= verdict_of(outputs, exchange.ticket.outputs())
+            beside |= verdict_of(outputs, handler.queued.outputs())
         await self._put(send, *form.ending(used, beside))
 
     def _ready(self, news: Sequence[StreamOutput]) -> list[StreamOutput]:
         """Return the deltas to send now, merged with those held back. The first and the last delta of a row are sent at
         once, the others when they contain ``stream_interval`` tokens."""
-        if self._asking.interval == 1:
+        if self._parsed.interval == 1:
             return list(news)
         ready = []
         for delta in news:
@@ -245,7 +243,7 @@ class EventStream(Response):
             delta = delta if held is None else joined(held, delta)
             is_first = sequence not in self._begun
             self._begun.add(sequence)
-            if is_first or delta.finish_reason is not None or len(delta.token_ids) >= self._asking.interval:
+            if is_first or delta.finish_reason is not None or len(delta.token_ids) >= self._parsed.interval:
                 ready.append(delta)
             else:
                 self._held[sequence] = delta
@@ -264,7 +262,7 @@ class EventStream(Response):
         Raises: ClientDisconnect if the client reads nothing within the remaining time of the request.
         """
         try:
-            async with asyncio.timeout(self._exchange.left):
+            async with asyncio.timeout(self._handler.left):
                 await self._put(send, *pieces, self._form.last, more=False)
         except TimeoutError:
             raise ClientDisconnect from None
@@ -294,29 +292,29 @@ def joined(first: StreamOutput, second: StreamOutput) -> StreamOutput:
 DETAILED = ("by_drafter", "num_proposed_tokens", "num_cut_tokens", "num_undrafted_steps")
 
 
-def usage_of(ticket: QueuedRequest) -> dict[str, Any]:
+def usage_of(queued: QueuedRequest) -> dict[str, Any]:
     """Token counts of a request so far. Each prompt is counted once, however many samples it has.
 
     Accepted tokens of a prediction count as completion tokens, because plain decoding generates them too.
     """
-    assert ticket.stream is not None
-    prompt, completion = ticket.num_prompt_tokens, ticket.stream.num_tokens
-    stats = ticket.stream.stats
+    assert queued.stream is not None
+    prompt, completion = queued.num_prompt_tokens, queued.stream.num_tokens
+    stats = queued.stream.stats
     predicted = {
         "accepted_prediction_tokens": stats.accepted_prediction_tokens,
         "rejected_prediction_tokens": stats.rejected_prediction_tokens,
     }
-    has_prediction = ticket.params[0].prediction is not None
+    has_prediction = queued.params[0].prediction is not None
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": ticket.stream.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": queued.stream.num_cached_tokens},
         **({"completion_tokens_details": predicted} if has_prediction else {}),
     }
 
 
-def counts_of(ticket: QueuedRequest, detail: str) -> dict[str, Any]:
+def counts_of(queued: QueuedRequest, detail: str) -> dict[str, Any]:
     """Return ``metrics.speculative_decoding`` in vLLM's format, summed over all rows of the request; empty if the
     detail is "none".
 
@@ -325,18 +323,18 @@ def counts_of(ticket: QueuedRequest, detail: str) -> dict[str, Any]:
     """
     if detail == "none":
         return {}
-    assert ticket.stream is not None
-    llm, outputs = ticket.llm, ticket.outputs()
+    assert queued.stream is not None
+    llm, outputs = queued.llm, queued.outputs()
     config = llm.speculative_config
     rule = config.rule
-    counts = speculative_metrics(ticket.stream.stats, config.num_speculative_tokens, rule.is_lossless)
+    counts = speculative_metrics(queued.stream.stats, config.num_speculative_tokens, rule.is_lossless)
     histogram = counts["acceptance_histogram"]
     longest = max([config.num_speculative_tokens, *map(int, histogram)])
     counts["acceptance_histogram"] = [histogram.get(str(length), 0) for length in range(longest + 1)]
     governors = [output.metrics.governor for output in outputs if output.metrics.governor is not None]
     counts |= {
         "method": config.title,
-        "exactness": llm.promise.as_dict() if rule.keeps_tokens else None,
+        "exactness": llm.guarantee.as_dict() if rule.keeps_tokens else None,
         "governor": governors[-1] if governors else None,
     }
     if detail == "summary":

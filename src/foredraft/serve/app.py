@@ -20,9 +20,8 @@ from starlette.types import ASGIApp
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError
-from foredraft.serve.access_log import note_ticket
+from foredraft.serve.access_log import note_request
 from foredraft.serve.answering import answer
-from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.bridge import Backend
 from foredraft.serve.chat import TEMPLATE_FIELDS, conversation, read_chat, template_options
 from foredraft.serve.completions import read_completion
@@ -37,6 +36,7 @@ from foredraft.serve.guards import (
     with_local_hosts,
     with_plain_targets,
 )
+from foredraft.serve.parsed_request import ParsedRequest
 from foredraft.serve.responses import read_response
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
@@ -143,10 +143,10 @@ class Application:
             beside = error.headers or {}  # the header Allow
             served = f"; the endpoints are {', '.join(TEXT_PATHS)}" if error.status_code == 404 else ""
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}{served}")
-        told = ApiError.of(error)
-        if told.status >= 500 and told is not error:
+        api_error = ApiError.of(error)
+        if api_error.status >= 500 and api_error is not error:
             logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)
-        return refusal(told, **beside)
+        return refusal(api_error, **beside)
 
     def _ready(self) -> Served:
         if self.is_stopping:
@@ -186,9 +186,9 @@ class Application:
             raise
 
     async def _answer(self, request: Request, body: dict[str, Any], read: Reader) -> Response:
-        asking, form = await self._in_reader(request, read, body, self._ready(), self._settings)
-        note = partial(note_ticket, request.scope)
-        return await answer(self._bridge, asking, form, self._settings, request.receive, note)
+        parsed, form = await self._in_reader(request, read, body, self._ready(), self._settings)
+        note = partial(note_request, request.scope)
+        return await answer(self._bridge, parsed, form, self._settings, request.receive, note)
 
     async def _in_reader(self, request: Request, work: Callable[..., Any], *args: Any) -> Any:
         """Run a function that uses the tokenizer outside the event loop."""
@@ -202,7 +202,9 @@ class Application:
 
         Raises: ApiError if the body is too large, compressed, too slow to arrive, or not a JSON object.
         """
-        codings = [coding.strip() for told in request.headers.getlist("content-encoding") for coding in told.split(",")]
+        codings = [
+            coding.strip() for header in request.headers.getlist("content-encoding") for coding in header.split(",")
+        ]
         for coding in codings:
             if coding.lower() not in ("", "identity"):
                 raise ApiError(
@@ -232,7 +234,7 @@ class Application:
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
         if not isinstance(body, dict):
-            raise ApiError(400, f"the body is {type(body).__name__}; send a JSON object", code="invalid_json")
+            raise ApiError(400, "the body is JSON, but no object; send a JSON object", code="invalid_json")
         return body
 
     # -- status and models -----------------------------------------------------------------------------------------

@@ -44,10 +44,10 @@ class Backend(Protocol):
         Raises: ApiError (429) if a limit is reached.
         """
 
-    def submit(self, ticket: QueuedRequest) -> None:
+    def submit(self, queued: QueuedRequest) -> None:
         """Accept a request."""
 
-    def abandon(self, ticket: QueuedRequest) -> None:
+    def abandon(self, queued: QueuedRequest) -> None:
         """End a request; no effect on one that has already ended."""
 
     def abort_all(self, error: ApiError) -> None:
@@ -107,7 +107,7 @@ class Bridge:
 
         Raises: ApiError (429) if the limit of waiting requests, or of tokens in their prompts, is reached.
         """
-        self._queued = [ticket for ticket in self._queued if ticket.is_queued]
+        self._queued = [queued for queued in self._queued if queued.is_queued]
         num_free = max(0, self._llms[0].engine_config.max_num_seqs - self._num_running)
         num_waiting = len(self._queued) - num_free
         if max_requests is not None and num_waiting >= max_requests:
@@ -120,15 +120,15 @@ class Bridge:
             )
         check_tokens(self._queued, num_prompt_tokens, max_tokens)
 
-    def submit(self, ticket: QueuedRequest) -> None:
+    def submit(self, queued: QueuedRequest) -> None:
         """Send a request to the engine."""
-        self._queued.append(ticket)
-        self._inbox.put(partial(self._begin, ticket))
+        self._queued.append(queued)
+        self._inbox.put(partial(self._begin, queued))
 
-    def abandon(self, ticket: QueuedRequest) -> None:
+    def abandon(self, queued: QueuedRequest) -> None:
         """End a request before the next step; no effect on one that has already ended."""
-        ticket.is_abandoned = True
-        self._inbox.put(partial(self._end, ticket))
+        queued.is_abandoned = True
+        self._inbox.put(partial(self._end, queued))
 
     def abort_all(self, error: ApiError) -> None:
         """End all requests with an error."""
@@ -167,17 +167,17 @@ class Bridge:
             while True:
                 self._inbox.get_nowait()()
 
-    def _begin(self, ticket: QueuedRequest) -> None:
-        if ticket.is_abandoned:
-            ticket.is_queued = False
+    def _begin(self, queued: QueuedRequest) -> None:
+        if queued.is_abandoned:
+            queued.is_queued = False
             return
         try:
-            ticket.stream = ticket.llm.stream(ticket.prompts, ticket.params)
+            queued.stream = queued.llm.stream(queued.prompts, queued.params)
         except Exception as error:
-            self._fail(ticket, error)
+            self._fail(queued, error)
             return
-        self._open[ticket] = None
-        ticket.deliver([])
+        self._open[queued] = None
+        queued.deliver([])
 
     def _step(self) -> None:
         """Run one step of every engine that has work."""
@@ -186,48 +186,48 @@ class Bridge:
             try:
                 llm.step()
             except Exception as error:  # an error of the engine, which affects all of its requests
-                for ticket in [ticket for ticket in self._open if ticket.llm is llm]:
-                    self._fail(ticket, error)
+                for queued in [queued for queued in self._open if queued.llm is llm]:
+                    self._fail(queued, error)
         self._step_began = None
         self._num_running = sum(llm.num_running for llm in self._llms)
 
     def _hand_out(self) -> None:
         num_waiting = 0
         came: list[tuple[QueuedRequest, News]] = []
-        for ticket in list(self._open):
-            assert ticket.stream is not None
-            news = ticket.stream.take()
-            if ticket.is_queued and not ticket.stream.is_waiting:
-                ticket.is_queued = False
-                self.metrics.started(ticket)
-            num_waiting += ticket.is_queued
+        for queued in list(self._open):
+            assert queued.stream is not None
+            news = queued.stream.take()
+            if queued.is_queued and not queued.stream.is_waiting:
+                queued.is_queued = False
+                self.metrics.started(queued)
+            num_waiting += queued.is_queued
             if news:
-                self.metrics.emitted(ticket, news)
-                if ticket.wants_news:
-                    came.append((ticket, news))
-            if isinstance(fault := ticket.stream.fault, Exception):  # an error in one row ends the whole request
-                self._fail(ticket, fault)
-            elif ticket.stream.is_finished:
-                self._end(ticket)
-                came.append((ticket, None))
+                self.metrics.emitted(queued, news)
+                if queued.wants_news:
+                    came.append((queued, news))
+            if isinstance(fault := queued.stream.fault, Exception):  # an error in one row ends the whole request
+                self._fail(queued, fault)
+            elif queued.stream.is_finished:
+                self._end(queued)
+                came.append((queued, None))
         self.metrics.load(self._num_running, num_waiting)
         deliver_all(came)  # last, so that the metrics already include what clients have received
 
-    def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
+    def _fail(self, queued: QueuedRequest, error: Exception) -> None:
         """End a request with an error."""
         if not isinstance(error, (ApiError, ForedraftError)):
             logger.error("a request ended in an error", exc_info=error)
-        self._end(ticket, has_failed=True)
-        ticket.deliver(error)
+        self._end(queued, has_failed=True)
+        queued.deliver(error)
 
-    def _end(self, ticket: QueuedRequest, has_failed: bool = False) -> None:
+    def _end(self, queued: QueuedRequest, has_failed: bool = False) -> None:
         """Remove a request from the engine."""
-        ticket.is_queued = False
-        if ticket in self._open and ticket.stream is not None:
-            ticket.stream.close()
-            self.metrics.ended(ticket, has_failed)
-            del self._open[ticket]  # last, so that a request is always either open or counted
+        queued.is_queued = False
+        if queued in self._open and queued.stream is not None:
+            queued.stream.close()
+            self.metrics.ended(queued, has_failed)
+            del self._open[queued]  # last, so that a request is always either open or counted
 
     def _abort_all(self, error: ApiError) -> None:
-        for ticket in list(self._open):
-            self._fail(ticket, error)
+        for queued in list(self._open):
+            self._fail(queued, error)

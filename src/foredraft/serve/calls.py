@@ -47,7 +47,7 @@ class CallReader:
         self._place = 0  # position in `_text` of the next character to read
         self._json: JsonEnd | None = None  # parser of the current call
         self._inside = 0  # start of the current call, after its tag
-        self._told = 0  # end of the returned arguments of a forced call
+        self._returned = 0  # end of the returned arguments of a forced call
         self._is_begun = self._is_in_arguments = False  # state of a forced call
         self._space, self._has_text = "", False  # white space and text since the last call
         self._parts: list[Part] = []
@@ -73,7 +73,11 @@ class CallReader:
             self._tell_text(self._space)
         certain = self._inside if self._json else self._place
         self._text = self._text[certain:]
-        self._inside, self._place, self._told = self._inside - certain, self._place - certain, self._told - certain
+        self._inside, self._place, self._returned = (
+            self._inside - certain,
+            self._place - certain,
+            self._returned - certain,
+        )
         return self._parts
 
     def _read_text(self, is_last: bool) -> bool:
@@ -140,24 +144,24 @@ class CallReader:
         """Add the new parts of a forced call to the result."""
         if not self._is_begun and (found := _BEGIN.match(self._text, self._inside)) is not None:
             value.read(self._text[: found.end()], self._place)
-            self._place = self._told = found.end()
+            self._place = self._returned = found.end()
             self._parts.append(_begun(self.num_calls, json.loads(found[1]), ""))
             self.num_calls += 1
             self._is_begun = self._is_in_arguments = True
         if not self._is_in_arguments:
             return
         self._place = value.read(self._text, self._place, depth=1)
-        if told := self._text[self._told : self._place]:
-            self._tell_arguments(told)
-        self._told, self._is_in_arguments = self._place, value.depth > 1
+        if arguments := self._text[self._returned : self._place]:
+            self._return_arguments(arguments)
+        self._returned, self._is_in_arguments = self._place, value.depth > 1
 
-    def _tell_arguments(self, told: str) -> None:
+    def _return_arguments(self, arguments: str) -> None:
         """Add arguments of the current call to the result."""
         if not self._parts:
             self._parts.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
         last = self._parts[-1]
         assert not isinstance(last, str)
-        last["function"]["arguments"] += told
+        last["function"]["arguments"] += arguments
 
     def _say(self, text: str) -> None:
         """Add text to the result; leading white space is held back until other text follows."""

@@ -8,17 +8,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from foredraft.config.foreign import Foreign
 from foredraft.config.keywords import check_unicode
+from foredraft.config.other_systems import UnsupportedOption
 from foredraft.engine.frontend import RequestOutput, StreamOutput
 from foredraft.errors import ConfigError, GrammarError, PromptError
 from foredraft.prompts.prompts import chat_text
 from foredraft.prompts.templates import NOT_VARIABLES
-from foredraft.serve.asking import ParsedRequest, read_asking, read_form, with_prompts
 from foredraft.serve.calls import message_of
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
 from foredraft.serve.form import ChoicesForm
+from foredraft.serve.parsed_request import ParsedRequest, read_form, read_request, with_prompts
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.strict_json import is_unicode, strict_json
@@ -39,7 +39,7 @@ KNOWN = SHARED | {
     "return_prompt_text",
     "echo",
 }
-CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
+CHAT_REFUSED = {**REFUSED, "modalities": UnsupportedOption("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
 """Field and value that request text output, which is the only output there is."""
 TEMPLATE_FIELDS: dict[str, Callable[[Fields, str], Any]] = {
@@ -66,13 +66,13 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     Raises: the errors of `read_conversation`.
     """
     body, has_functions = with_tools(body)
-    asking, tools = read_conversation(body, served, settings)
-    given, (prompt,), text = Fields(body, body, {}), asking.prompts, None
+    parsed, tools = read_conversation(body, served, settings)
+    given, (prompt,), text = Fields(body, body, {}), parsed.prompts, None
     if given.flag("return_prompt_text"):
         text = prompt["prompt"] if "prompt" in prompt else str(served.tokenizer.decode(prompt["prompt_token_ids"]))
     last = read_messages(given.get("messages"))[-1] if given.flag("echo") else {}
     echo = last["content"] if last.get("role") == "assistant" else ""
-    return asking, ChatForm(asking, served, tools, has_functions, text, echo)
+    return parsed, ChatForm(parsed, served, tools, has_functions, text, echo)
 
 
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, Tools]:
@@ -100,21 +100,21 @@ def read_conversation(body: dict[str, Any], served: Served, settings: ServerSett
     try:
         # a response_format constrains the whole output, so that no call can begin
         form = tools.form if tools.forced or read_form(given) is None else None
-        asking = read_asking(given, served, settings, form, logprobs=logprobs, max_tokens=longest)
-        asking = replace(asking, unknown=(*asking.unknown, *(() if form is None else tools.annotations)))
+        parsed = read_request(given, served, settings, form, logprobs=logprobs, max_tokens=longest)
+        parsed = replace(parsed, unknown=(*parsed.unknown, *(() if form is None else tools.annotations)))
     except GrammarError as error:
         if form is None:
             raise
-        reason = str(error).removeprefix("StructuredOutputs.grammar is refused: ")
+        reason = str(error).removeprefix("structured_outputs.grammar is refused: ")
         what = "cannot be forced" if tools.forced else "cannot be made to follow their schemas (strict)"
         raise ApiError(400, f"calls of these tools {what}: {reason}", "tools") from None
-    if asking.streams and asking.params.prompt_logprobs is not None:
+    if parsed.streams and parsed.params.prompt_logprobs is not None:
         message = "prompt_logprobs is not available in chat streams; leave stream out, or use /v1/completions"
         raise ApiError(400, message, "prompt_logprobs")
     text = conversation(given, options, tools.offered, served)
-    ids = served.encode(text, given.flag("add_special_tokens"), is_cut=asking.truncate_prompt_tokens is not None)
+    ids = served.encode(text, given.flag("add_special_tokens"), is_cut=parsed.truncate_prompt_tokens is not None)
     prompt = {"prompt": text, "prompt_token_ids": ids}
-    return with_prompts(asking, [prompt], served, settings), tools
+    return with_prompts(parsed, [prompt], served, settings), tools
 
 
 def template_options(given: Fields, template: str) -> dict[str, Any]:
@@ -251,16 +251,16 @@ class ChatForm(ChoicesForm):
 
     def __init__(
         self,
-        asking: ParsedRequest,
+        parsed: ParsedRequest,
         served: Served,
         tools: Tools,
         has_functions: bool,
         prompt_text: str | None,
         echo: str = "",
     ) -> None:
-        super().__init__(asking, served)
+        super().__init__(parsed, served)
         self._has_functions = has_functions
-        self._readers = [tools.reader() for _ in range(asking.params.n)]
+        self._readers = [tools.reader() for _ in range(parsed.params.n)]
         self._tools = tools
         self._prompt_text, self._echo = prompt_text, echo
 
@@ -268,20 +268,20 @@ class ChatForm(ChoicesForm):
         return self._chunks(self.first_choices(), **self._of_prompt())
 
     def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
-        found, most = self._of_prompt(), self._asking.params.prompt_logprobs
+        found, most = self._of_prompt(), self._parsed.params.prompt_logprobs
         if most is not None:
             found["prompt_logprobs"] = prompt_tables(outputs[0].prompt_logprobs, most)
         return super().body(outputs, usage, beside) | found
 
     def _of_prompt(self) -> dict[str, Any]:
         """Response fields of the prompt, which all samples share."""
-        (prompt,) = self._asking.prompts
-        ids = {"prompt_token_ids": list(prompt["prompt_token_ids"])} if self._asking.returns_ids else {}
+        (prompt,) = self._parsed.prompts
+        ids = {"prompt_token_ids": list(prompt["prompt_token_ids"])} if self._parsed.returns_ids else {}
         return ids | ({} if self._prompt_text is None else {"prompt_text": self._prompt_text})
 
     def first_choices(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": self._echo or (None if self._tools.forced else "")}
-        return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
+        return [self._choice(index, "delta", delta, None, None) for index in range(self._parsed.params.n)]
 
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
         length = len(delta.token_ids)
@@ -302,14 +302,14 @@ class ChatForm(ChoicesForm):
             parts = reader.read(text, is_last)
             said = {} if self._tools.forced else {"content": "".join(each for each in parts if isinstance(each, str))}
             if calls := [each for each in parts if not isinstance(each, str)]:
-                said |= self._told(calls)
+                said |= self._fields_of_calls(calls)
             reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
         choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
         if delta.logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part])
         return self._tell(choice, delta, part)
 
-    def _told(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    def _fields_of_calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """Tool calls, or pieces of them, as the field of a message."""
         return called(calls) if self._has_functions else {"tool_calls": calls}
 
@@ -319,7 +319,7 @@ class ChatForm(ChoicesForm):
         return "function_call" if self._has_functions else "tool_calls"
 
     def _logprobs(self, ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> dict[str, Any]:
-        params = self._asking.params
+        params = self._parsed.params
         return chat_logprobs(self._names, ids, tables, params.logprobs or 0, is_named=bool(params.logprob_token_ids))
 
     @staticmethod
@@ -334,7 +334,7 @@ class ChatForm(ChoicesForm):
             if (reader := self._tools.reader()) is not None:
                 message["content"], calls = message_of(reader.read(text.text, is_last=True))
                 if calls:
-                    message |= self._told(calls)
+                    message |= self._fields_of_calls(calls)
                 if calls or self._tools.forced:
                     message["content"] = message["content"] or None
                 reason = self._reason if reason == "stop" and reader.ends_with_calls else reason
@@ -343,7 +343,7 @@ class ChatForm(ChoicesForm):
             choice = self._choice(text.index, "message", message, reason, text.stop_reason)
             if text.logprobs is not None:
                 choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs)
-            if self._asking.returns_ids:
+            if self._parsed.returns_ids:
                 choice["token_ids"] = list(text.token_ids)
             choices.append({**choice, "seed": text.seed})
         return choices

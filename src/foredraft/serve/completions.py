@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from foredraft.config.foreign import Foreign
+from foredraft.config.other_systems import UnsupportedOption
 from foredraft.engine.frontend import RequestOutput, StreamOutput
-from foredraft.serve.asking import ParsedRequest, read_asking, with_prompts
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import REFUSED, SHARED, Fields, wrong_field
 from foredraft.serve.form import ChoicesForm
+from foredraft.serve.parsed_request import ParsedRequest, read_request, with_prompts
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.tokens import Offsets, Table, completion_logprobs, echoed_logprobs, prompt_tables, token_ids
 
 KNOWN = SHARED | {"prompt", "echo", "logprobs"}
-_CHAT_ONLY = Foreign("it is a field of /v1/chat/completions; use that endpoint", (None, [], {}, "none", "auto"))
+_CHAT_ONLY = UnsupportedOption(
+    "it is a field of /v1/chat/completions; use that endpoint", (None, [], {}, "none", "auto")
+)
 COMPLETION_REFUSED = {
     **REFUSED,
     **dict.fromkeys(("tools", "tool_choice", "chat_template_kwargs"), _CHAT_ONLY),
@@ -47,12 +49,12 @@ def read_completion(
     learned: dict[str, Any] = (
         {"prompt_logprobs": max(logprobs, of_prompt or 0)} if echo and logprobs is not None else {}
     )
-    asking = read_asking(given, served, settings, logprobs=logprobs, **learned)
-    is_cut = asking.truncate_prompt_tokens is not None
+    parsed = read_request(given, served, settings, logprobs=logprobs, **learned)
+    is_cut = parsed.truncate_prompt_tokens is not None
     read = partial(_prompt, served=served, adds=given.flag("add_special_tokens", True), is_cut=is_cut)
     prompts = _prompts(given.get("prompt"), read, settings.max_prompts)
-    asking = with_prompts(asking, prompts, served, settings)
-    return asking, CompletionForm(asking, served, echo, of_prompt)
+    parsed = with_prompts(parsed, prompts, served, settings)
+    return parsed, CompletionForm(parsed, served, echo, of_prompt)
 
 
 def _prompts(prompt: Any, read: Callable[[Any], dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -84,10 +86,10 @@ class CompletionForm(ChoicesForm):
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
 
-    def __init__(self, asking: ParsedRequest, served: Served, echo: bool, of_prompt: int | None) -> None:
-        super().__init__(asking, served)
+    def __init__(self, parsed: ParsedRequest, served: Served, echo: bool, of_prompt: int | None) -> None:
+        super().__init__(parsed, served)
         self._echo, self._most_of_prompt = echo, of_prompt
-        self._learns_prompt = asking.params.prompt_logprobs is not None
+        self._learns_prompt = parsed.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
         self._offsets: dict[int, Offsets] = {}  # by choice, for streams
         self._begun: set[int] = set()  # choices of a stream with sent output
@@ -95,21 +97,21 @@ class CompletionForm(ChoicesForm):
     def first_choices(self) -> list[dict[str, Any]]:
         if not self._echo or self._learns_prompt:  # sent with its log-probabilities later
             return []
-        texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]
+        texts = [self._prompt_text(prompt) for prompt in self._parsed.prompts for _ in range(self._parsed.params.n)]
         self._offsets = {index: self._new_offsets(len(text)) for index, text in enumerate(texts)}
         choices = [self._choice(index, text, None, None) for index, text in enumerate(texts)]
         return [self._begin(choice) for choice in choices]
 
     def _begin(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Add the prompt's token ids to the first choice of a row in a stream, if the request returns token ids."""
-        if self._asking.returns_ids and choice["index"] not in self._begun:
+        if self._parsed.returns_ids and choice["index"] not in self._begun:
             self._begun.add(choice["index"])
-            prompt = self._asking.prompts[choice["index"] // self._asking.params.n]
+            prompt = self._parsed.prompts[choice["index"] // self._parsed.params.n]
             choice["prompt_token_ids"] = list(prompt["prompt_token_ids"])
         return choice
 
     def _new_offsets(self, start: int) -> Offsets:
-        return Offsets(self._tokenizer, start, skip_special_tokens=self._asking.params.skip_special_tokens)
+        return Offsets(self._tokenizer, start, skip_special_tokens=self._parsed.params.skip_special_tokens)
 
     def _prompt_text(self, prompt: dict[str, Any]) -> str:
         if "prompt" in prompt or self._tokenizer is None:
@@ -117,7 +119,7 @@ class CompletionForm(ChoicesForm):
         return str(self._tokenizer.decode(prompt["prompt_token_ids"]))
 
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
-        index = delta.prompt_index * self._asking.params.n + delta.index
+        index = delta.prompt_index * self._parsed.params.n + delta.index
         length = len(delta.token_ids)
         choices = [] if delta.prompt_logprobs is None else [self._read_prompt(index, delta)]
         if not length:
@@ -128,10 +130,10 @@ class CompletionForm(ChoicesForm):
 
     def _read_prompt(self, index: int, delta: StreamOutput) -> dict[str, Any]:
         """Choice with the log-probabilities of the prompt, sent before the first token of a row."""
-        prompt, tables = self._asking.prompts[delta.prompt_index], delta.prompt_logprobs
+        prompt, tables = self._parsed.prompts[delta.prompt_index], delta.prompt_logprobs
         choice = self._choice(index, self._prompt_text(prompt) if self._echo else "", None, None)
         self._offsets[index] = self._new_offsets(len(choice["text"]))
-        if self._echo and self._asking.params.logprobs is not None:
+        if self._echo and self._parsed.params.logprobs is not None:
             choice["logprobs"] = self._of_prompt(prompt, tables)
         return choice | self._beside(tables)
 
@@ -150,7 +152,7 @@ class CompletionForm(ChoicesForm):
         return self._tell(choice, delta, part)
 
     def _logprobs(self, ids: Any, tables: Any, offsets: Offsets) -> dict[str, Any]:
-        params, begins = self._asking.params, offsets.read(ids)
+        params, begins = self._parsed.params, offsets.read(ids)
         is_named = bool(params.logprob_token_ids)
         return completion_logprobs(self._names, ids, tables, begins, params.logprobs or 0, is_named)
 
@@ -159,7 +161,7 @@ class CompletionForm(ChoicesForm):
         assert tables is not None
         ids = prompt["prompt_token_ids"]
         offsets = Offsets.of_prompt(self._tokenizer, ids, self._prompt_text(prompt))
-        return echoed_logprobs(self._names, ids, tables, offsets, self._asking.params.logprobs or 0)
+        return echoed_logprobs(self._names, ids, tables, offsets, self._parsed.params.logprobs or 0)
 
     @staticmethod
     def _choice(index: int, text: str, finish_reason: str | None, stop_reason: Any) -> dict[str, Any]:
@@ -173,7 +175,7 @@ class CompletionForm(ChoicesForm):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         choices: list[dict[str, Any]] = []
-        for prompt, output in zip(self._asking.prompts, outputs, strict=True):
+        for prompt, output in zip(self._parsed.prompts, outputs, strict=True):
             before = self._prompt_text(prompt) if self._echo else ""
             for text in output.outputs:
                 choice = self._choice(len(choices), before + text.text, text.finish_reason, text.stop_reason)
@@ -184,7 +186,7 @@ class CompletionForm(ChoicesForm):
                         logprobs = {name: [*read[name], *logprobs[name]] for name in logprobs}
                     choice["logprobs"] = logprobs
                 choice |= self._beside(output.prompt_logprobs)
-                if self._asking.returns_ids:
+                if self._parsed.returns_ids:
                     choice["token_ids"] = list(text.token_ids)
                     choice["prompt_token_ids"] = list(output.prompt_token_ids)
                 choices.append({**choice, "seed": text.seed})

@@ -7,11 +7,10 @@ from typing import Any
 from foredraft.errors import (
     ConfigError,
     ContextLengthError,
-    ForedraftError,
     NoTokenError,
     NumericsError,
     PromptError,
-    shortened,
+    shortened_message,
 )
 
 RETRY_SECONDS = 1
@@ -43,7 +42,7 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | int | None = None) -> None:
-        message = shortened(message)
+        message = shortened_message(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -83,10 +82,8 @@ class ApiError(Exception):
             return cls(400, str(error), code="no_token_possible")
         if isinstance(error, NumericsError):
             return cls(500, str(error), code="model_numerics")
-        what = type(error).__name__ if isinstance(error, ForedraftError) else "an error"
-        return cls(
-            500, f"{what} inside the server ended this request; see the server log for details", code="internal_error"
-        )
+        message = "an error inside the server ended this request; see the server log for details"
+        return cls(500, message, code="internal_error")
 
 
 def unauthorized() -> ApiError:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
-from foredraft.config.foreign import Foreign
 from foredraft.config.keywords import nearest
+from foredraft.config.other_systems import UnsupportedOption
 from foredraft.config.sampling import SamplingParams
 from foredraft.serve.errors import ApiError
 
@@ -68,40 +68,44 @@ _NO_GUIDANCE = "classifier-free guidance is not implemented; leave it out"
 _AT_END = "prompts are continued only at their end; leave it out"
 _NESTED = "set its fields (temperature, max_tokens and so on) at the top level of the request"
 REFUSED = {
-    "best_of": Foreign("all generated samples are returned; use n and choose among them", (None, 1)),
-    "suffix": Foreign(_AT_END, (None, "")),
-    "use_beam_search": Foreign("beam search is not implemented; use n for several samples", (None, False)),
-    "functions": Foreign("use tools", (None, [])),
-    "function_call": Foreign("use tool_choice", (None, "none", "auto")),
-    "audio": Foreign(_NO_MEDIA),
-    "web_search_options": Foreign("the server cannot search the web; leave it out"),
-    "chat_template": Foreign("a request cannot change the template; start the server with --chat-template"),
-    "documents": Foreign("the chat template does not use documents; write them into a message", (None, [])),
+    "best_of": UnsupportedOption("all generated samples are returned; use n and choose among them", (None, 1)),
+    "suffix": UnsupportedOption(_AT_END, (None, "")),
+    "use_beam_search": UnsupportedOption("beam search is not implemented; use n for several samples", (None, False)),
+    "functions": UnsupportedOption("use tools", (None, [])),
+    "function_call": UnsupportedOption("use tool_choice", (None, "none", "auto")),
+    "audio": UnsupportedOption(_NO_MEDIA),
+    "web_search_options": UnsupportedOption("the server cannot search the web; leave it out"),
+    "chat_template": UnsupportedOption("a request cannot change the template; start the server with --chat-template"),
+    "documents": UnsupportedOption("the chat template does not use documents; write them into a message", (None, [])),
     # Names of output constraints in other servers. Ignoring them would return unconstrained text, a wrong response.
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), Foreign(_STRUCTURED)),
-    **dict.fromkeys(("guided_decoding", "structural_tag", "output_format"), Foreign(_STRUCTURED)),
-    **dict.fromkeys(("json_schema", "format", "response_schema"), Foreign(_JSON, (None, ""))),
-    "guided_json_object": Foreign(_JSON, (None, False)),
-    "regex": Foreign("use structured_outputs.regex", (None, "")),
-    **dict.fromkeys(("grammar", "ebnf"), Foreign(_GRAMMAR, (None, ""))),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), UnsupportedOption(_STRUCTURED)),
+    **dict.fromkeys(("guided_decoding", "structural_tag", "output_format"), UnsupportedOption(_STRUCTURED)),
+    **dict.fromkeys(("json_schema", "format", "response_schema"), UnsupportedOption(_JSON, (None, ""))),
+    "guided_json_object": UnsupportedOption(_JSON, (None, False)),
+    "regex": UnsupportedOption("use structured_outputs.regex", (None, "")),
+    **dict.fromkeys(("grammar", "ebnf"), UnsupportedOption(_GRAMMAR, (None, ""))),
     # Names of stopping and sampling options in other servers.
-    "stop_sequences": Foreign("use stop", (None, [])),
-    "stop_regex": Foreign("generation stops only at strings and tokens; use stop or stop_token_ids", (None, [], "")),
-    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), Foreign("use max_tokens", (None, -1))),
-    "min_new_tokens": Foreign("use min_tokens", (None, 0)),
-    "num_return_sequences": Foreign("use n", (None, 1)),
-    "repeat_penalty": Foreign("use repetition_penalty", (None, 1)),
-    "logits_processors": Foreign(
+    "stop_sequences": UnsupportedOption("use stop", (None, [])),
+    "stop_regex": UnsupportedOption(
+        "generation stops only at strings and tokens; use stop or stop_token_ids", (None, [], "")
+    ),
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), UnsupportedOption("use max_tokens", (None, -1))),
+    "min_new_tokens": UnsupportedOption("use min_tokens", (None, 0)),
+    "num_return_sequences": UnsupportedOption("use n", (None, 1)),
+    "repeat_penalty": UnsupportedOption("use repetition_penalty", (None, 1)),
+    "logits_processors": UnsupportedOption(
         "requests cannot contain code; use logit_bias, bad_words or allowed_token_ids", (None, [])
     ),
-    **dict.fromkeys(("options", "parameters", "sampling_params"), Foreign(_NESTED, (None, {}))),
+    **dict.fromkeys(("options", "parameters", "sampling_params"), UnsupportedOption(_NESTED, (None, {}))),
     # Names of inputs in other servers.
-    "system": Foreign("write it into the messages or the prompt", (None, "", [])),
-    **dict.fromkeys(("input_prefix", "input_suffix"), Foreign(_AT_END, (None, ""))),
-    **dict.fromkeys(("images", "image_data", "audio_data", "video_data"), Foreign(_NO_MEDIA, (None, []))),
-    "multi_modal_data": Foreign(_NO_MEDIA, (None, {})),
-    **dict.fromkeys(("lora", "lora_path", "lora_request", "adapter_id"), Foreign(_NO_ADAPTER, (None, [], ""))),
-    **dict.fromkeys(("guidance_scale", "cfg_scale", "negative_prompt"), Foreign(_NO_GUIDANCE, (None, 1, ""))),
+    "system": UnsupportedOption("write it into the messages or the prompt", (None, "", [])),
+    **dict.fromkeys(("input_prefix", "input_suffix"), UnsupportedOption(_AT_END, (None, ""))),
+    **dict.fromkeys(("images", "image_data", "audio_data", "video_data"), UnsupportedOption(_NO_MEDIA, (None, []))),
+    "multi_modal_data": UnsupportedOption(_NO_MEDIA, (None, {})),
+    **dict.fromkeys(
+        ("lora", "lora_path", "lora_request", "adapter_id"), UnsupportedOption(_NO_ADAPTER, (None, [], ""))
+    ),
+    **dict.fromkeys(("guidance_scale", "cfg_scale", "negative_prompt"), UnsupportedOption(_NO_GUIDANCE, (None, 1, ""))),
 }
 """Fields of the OpenAI API, vLLM, SGLang, llama.cpp, TGI and Ollama that would change the response, but have another
 name here or no counterpart; each with the reason and the remedy."""
@@ -135,7 +139,9 @@ class Fields:
     Raises: ApiError for a refused field.
     """
 
-    def __init__(self, body: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Foreign]) -> None:
+    def __init__(
+        self, body: Mapping[str, Any], known: Collection[str], refused: Mapping[str, UnsupportedOption]
+    ) -> None:
         heard = {*known, *IGNORED, *refused}
         self._known = known
         self.unknown = [

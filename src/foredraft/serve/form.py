@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from foredraft.engine.frontend import RequestOutput, StreamOutput
-from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.errors import ApiError
+from foredraft.serve.parsed_request import ParsedRequest
 from foredraft.serve.served import Served
 from foredraft.serve.tokens import TokenNames
 from foredraft.views.token_view import tell_drafts
@@ -92,13 +92,13 @@ class ChoicesForm(ResponseFormat):
     prefix: ClassVar[str]
     kinds: ClassVar[tuple[str, str]]
 
-    def __init__(self, asking: ParsedRequest, served: Served) -> None:
-        self._asking = asking
+    def __init__(self, parsed: ParsedRequest, served: Served) -> None:
+        self._parsed = parsed
         self._fingerprint = served.fingerprint
-        self._names = TokenNames(served.llm.tokenizer, asking.names_ids)
+        self._names = TokenNames(served.llm.tokenizer, parsed.names_ids)
         self._tokenizer = served.llm.tokenizer
-        self._id, self._created = f"{self.prefix}-{asking.request_id}", int(time.time())
-        self._chunk = self._frame(is_chunk=True) | ({"usage": None} if asking.includes_usage else {})
+        self._id, self._created = f"{self.prefix}-{parsed.request_id}", int(time.time())
+        self._chunk = self._frame(is_chunk=True) | ({"usage": None} if parsed.includes_usage else {})
         self._beginning = written(self._chunk)[:-1]
 
     def _frame(self, is_chunk: bool) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class ChoicesForm(ResponseFormat):
             "id": self._id,
             "object": self.kinds[is_chunk],
             "created": self._created,
-            "model": self._asking.model,
+            "model": self._parsed.model,
             "system_fingerprint": self._fingerprint,
         }
 
@@ -120,17 +120,17 @@ class ChoicesForm(ResponseFormat):
             choices += self.choices(delta)
             if delta.finish_reason is not None:
                 choices[-1]["seed"] = delta.seed
-        told = {"usage": usage()} if choices and self._asking.continues_usage else {}
-        return self._chunks(choices, **told)
+        extra = {"usage": usage()} if choices and self._parsed.continues_usage else {}
+        return self._chunks(choices, **extra)
 
-    def _chunks(self, choices: Sequence[dict[str, Any]], **told: Any) -> list[bytes]:
-        if told:
-            return [event({**self._chunk, **told, "choices": [choice]}) for choice in choices]
+    def _chunks(self, choices: Sequence[dict[str, Any]], **extra: Any) -> list[bytes]:
+        if extra:
+            return [event({**self._chunk, **extra, "choices": [choice]}) for choice in choices]
         return [f'data: {self._beginning},"choices":[{written(choice)}]}}\n\n'.encode() for choice in choices]
 
     def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
-        told = ({"usage": usage} if self._asking.includes_usage else {}) | beside
-        return [event({**self._chunk, "choices": [], **told})] if told else []
+        extra = ({"usage": usage} if self._parsed.includes_usage else {}) | beside
+        return [event({**self._chunk, "choices": [], **extra})] if extra else []
 
     def failure(self, error: ApiError) -> list[bytes]:
         return [event(error.body)]
@@ -151,12 +151,12 @@ class ChoicesForm(ResponseFormat):
         """Choices of a complete response."""
 
     def _parts(self, delta: StreamOutput) -> list[slice]:
-        return parts_of(delta, self._asking.by_token)
+        return parts_of(delta, self._parsed.by_token)
 
     def _tell(self, choice: dict[str, Any], delta: StreamOutput, part: slice) -> dict[str, Any]:
         """Add the requested token ids and drafts to a choice."""
-        if self._asking.returns_ids:
+        if self._parsed.returns_ids:
             choice["token_ids"] = list(delta.token_ids[part])
-        if self._asking.returns_drafts:
+        if self._parsed.returns_drafts:
             choice["draft"] = tell_drafts(self._tokenizer, delta, part)
         return choice

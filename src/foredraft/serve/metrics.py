@@ -124,20 +124,20 @@ class Metrics(Collector):
         self.running.set(num_running)
         self.waiting.set(num_waiting)
 
-    def started(self, ticket: QueuedRequest) -> None:
+    def started(self, queued: QueuedRequest) -> None:
         """Count a request whose first step has run."""
-        self._queue.observe(perf_counter() - ticket.arrived)
-        self.prompt_tokens.inc(ticket.num_prompt_tokens)
-        self.queries.inc(ticket.num_prompt_tokens)
+        self._queue.observe(perf_counter() - queued.arrived)
+        self.prompt_tokens.inc(queued.num_prompt_tokens)
+        self.queries.inc(queued.num_prompt_tokens)
 
-    def emitted(self, ticket: QueuedRequest, news: Sequence[StreamOutput]) -> None:
+    def emitted(self, queued: QueuedRequest, news: Sequence[StreamOutput]) -> None:
         """Count the tokens of a request and record its latencies."""
         now = perf_counter()
         for delta in news:
-            row = ticket, delta.prompt_index, delta.index
+            row = queued, delta.prompt_index, delta.index
             before = self._last.get(row)
             if before is None:
-                self._first.observe(now - ticket.arrived)
+                self._first.observe(now - queued.arrived)
             elif delta.token_ids:
                 self._between.observe(now - before)
             self.generated.inc(len(delta.token_ids))
@@ -146,16 +146,16 @@ class Metrics(Collector):
             if delta.finish_reason is not None:
                 del self._last[row]
 
-    def ended(self, ticket: QueuedRequest, has_failed: bool) -> None:
+    def ended(self, queued: QueuedRequest, has_failed: bool) -> None:
         """Count a finished request and its speculation statistics."""
-        assert ticket.stream is not None
-        for row in [row for row in self._last if row[0] is ticket]:
+        assert queued.stream is not None
+        for row in [row for row in self._last if row[0] is queued]:
             del self._last[row]
-        self._whole.observe(perf_counter() - ticket.arrived)
-        for reason in ticket.stream.finish_reasons:
+        self._whole.observe(perf_counter() - queued.arrived)
+        for reason in queued.stream.finish_reasons:
             self._ends.labels(self._model, "error" if has_failed else str(reason)).inc()
-        stats = ticket.stream.stats
-        self.cached.inc(ticket.stream.num_cached_tokens)
+        stats = queued.stream.stats
+        self.cached.inc(queued.stream.num_cached_tokens)
         self.drafts.inc(stats.num_spec_steps)
         self.drafted.inc(stats.num_draft_tokens)
         self.accepted.inc(stats.num_accepted_draft_tokens)

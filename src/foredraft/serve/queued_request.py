@@ -22,7 +22,7 @@ def check_tokens(waiting: Sequence[QueuedRequest], num_prompt_tokens: int, max_t
 
     Raises: ApiError (429) if the limit is exceeded and other requests are waiting.
     """
-    num_tokens = sum(ticket.num_prompt_tokens for ticket in waiting)
+    num_tokens = sum(queued.num_prompt_tokens for queued in waiting)
     if max_tokens is not None and waiting and num_tokens + num_prompt_tokens > max_tokens:
         message = f"the queue is full: prompts with {num_tokens} tokens are waiting, and the limit is {max_tokens}; "
         message += "try again later"
@@ -89,5 +89,5 @@ def deliver_all(came: Sequence[tuple[QueuedRequest, News]]) -> None:
 
 
 def _put_all(came: Sequence[tuple[QueuedRequest, News]]) -> None:
-    for ticket, news in came:
-        ticket._news.put_nowait(news)
+    for queued, news in came:
+        queued._news.put_nowait(news)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from foredraft.config.foreign import Foreign
+from foredraft.config.other_systems import UnsupportedOption
 from foredraft.engine.frontend import RequestOutput, StreamOutput
-from foredraft.serve.asking import ParsedRequest
 from foredraft.serve.chat import KNOWN as CHAT_FIELDS
 from foredraft.serve.chat import read_conversation, read_messages
 from foredraft.serve.errors import ApiError
 from foredraft.serve.fields import SAMPLING, Fields, wrong_field
 from foredraft.serve.form import ResponseFormat, event, parts_of
+from foredraft.serve.parsed_request import ParsedRequest
 from foredraft.serve.served import Served
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.tools import Tools, refuse_custom
@@ -44,25 +44,30 @@ KNOWN = PASSED_ON | {
 
 _KEEPS_NOTHING = "the server stores no responses; send the whole conversation as input"
 REFUSED = {
-    **{name: Foreign("it is not a field of /v1/responses; use /v1/chat/completions") for name in CHAT_FIELDS - KNOWN},
-    "n": Foreign("a response has one sample; use /v1/chat/completions for several", (None, 1)),
-    "messages": Foreign("use input"),
-    "max_tokens": Foreign("use max_output_tokens"),
-    "max_completion_tokens": Foreign("use max_output_tokens"),
-    "response_format": Foreign("use text.format"),
-    "stream_options": Foreign(
+    **{
+        name: UnsupportedOption("it is not a field of /v1/responses; use /v1/chat/completions")
+        for name in CHAT_FIELDS - KNOWN
+    },
+    "n": UnsupportedOption("a response has one sample; use /v1/chat/completions for several", (None, 1)),
+    "messages": UnsupportedOption("use input"),
+    "max_tokens": UnsupportedOption("use max_output_tokens"),
+    "max_completion_tokens": UnsupportedOption("use max_output_tokens"),
+    "response_format": UnsupportedOption("use text.format"),
+    "stream_options": UnsupportedOption(
         "the last event always contains the usage; leave it out", (None, {"include_obfuscation": False})
     ),
-    "max_tool_calls": Foreign("the server itself runs no tools; leave it out"),
-    "previous_response_id": Foreign(_KEEPS_NOTHING),
-    "conversation": Foreign(_KEEPS_NOTHING),
-    "background": Foreign("the server runs no background jobs; leave it out", (None, False)),
-    "include": Foreign(
+    "max_tool_calls": UnsupportedOption("the server itself runs no tools; leave it out"),
+    "previous_response_id": UnsupportedOption(_KEEPS_NOTHING),
+    "conversation": UnsupportedOption(_KEEPS_NOTHING),
+    "background": UnsupportedOption("the server runs no background jobs; leave it out", (None, False)),
+    "include": UnsupportedOption(
         "a response has no additional output; leave it out", (None, [], ["reasoning.encrypted_content"])
     ),
-    "top_logprobs": Foreign("log-probabilities are available only in /v1/chat/completions; use it", (None, 0)),
-    "prompt": Foreign("the server stores no prompt templates; write the text into input"),
-    "truncation": Foreign(
+    "top_logprobs": UnsupportedOption(
+        "log-probabilities are available only in /v1/chat/completions; use it", (None, 0)
+    ),
+    "prompt": UnsupportedOption("the server stores no prompt templates; write the text into input"),
+    "truncation": UnsupportedOption(
         "input that is too long is refused; shorten it or use truncate_prompt_tokens", (None, "disabled")
     ),
 }
@@ -90,12 +95,12 @@ def read_response(body: dict[str, Any], served: Served, settings: ServerSettings
     chat |= {"reasoning_effort": _effort(given), "verbosity": given.mapping("text").get("verbosity")}
     tools, choice = _tools(given.get("tools")), given.get("tool_choice")
     chat |= {"tools": [{"type": "function", "function": tool} for tool in tools], "tool_choice": _choice(choice)}
-    asking, offered = read_conversation(chat, served, settings)
-    told = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
-    told |= {"text": {"format": given.mapping("text").get("format", TEXT)}, "tool_choice": choice or "auto"}
-    told |= {"tools": [{"type": "function", **dict.fromkeys(FUNCTION_FIELDS), **tool} for tool in tools]}
-    told |= {"parallel_tool_calls": bool(tools) and given.flag("parallel_tool_calls", True)}
-    return asking, ResponseForm(asking, served, offered, told)
+    parsed, offered = read_conversation(chat, served, settings)
+    echoed = {"instructions": instructions, "metadata": metadata, "max_output_tokens": longest}
+    echoed |= {"text": {"format": given.mapping("text").get("format", TEXT)}, "tool_choice": choice or "auto"}
+    echoed |= {"tools": [{"type": "function", **dict.fromkeys(FUNCTION_FIELDS), **tool} for tool in tools]}
+    echoed |= {"parallel_tool_calls": bool(tools) and given.flag("parallel_tool_calls", True)}
+    return parsed, ResponseForm(parsed, served, offered, echoed)
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
@@ -143,17 +148,17 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         wrong_field(where, item, "a message with role and content")
     kind = item.get("type", "message")
     if kind == "function_call":
-        function = {"name": _told(item, "name", where), "arguments": _told(item, "arguments", where)}
-        call = {"id": _told(item, "call_id", where), "type": "function", "function": function}
+        function = {"name": _text_field(item, "name", where), "arguments": _text_field(item, "arguments", where)}
+        call = {"id": _text_field(item, "call_id", where), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": _told(item, "call_id", where), "content": item.get("output")}
+        return {"role": "tool", "tool_call_id": _text_field(item, "call_id", where), "content": item.get("output")}
     if kind != "message" or item.get("role") == "tool":
         wrong_field(f"{where}.type", item.get("type"), ITEMS)
     return {"role": item.get("role"), "content": item.get("content")}
 
 
-def _told(item: dict[str, Any], name: str, where: str) -> str:
+def _text_field(item: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(value := item.get(name), str):
         wrong_field(f"{where}.{name}", value, "a string")
     return value
@@ -192,28 +197,28 @@ class ResponseForm(ResponseFormat):
 
     Args:
       tools: tools of the request.
-      told: fields of the request that the response repeats.
+      echoed: fields of the request that the response repeats.
     """
 
-    def __init__(self, asking: ParsedRequest, served: Served, tools: Tools, told: dict[str, Any]) -> None:
-        self._by_token = asking.by_token
+    def __init__(self, parsed: ParsedRequest, served: Served, tools: Tools, echoed: dict[str, Any]) -> None:
+        self._by_token = parsed.by_token
         self._reader = tools.reader()
         self._num_events = 0
         self._reason, self._seed = "", 0
         self._items: list[dict[str, Any]] = []  # finished items
         self._item: dict[str, Any] | None = None  # item that is being generated
         self._response = {
-            "id": f"resp_{asking.request_id}",
+            "id": f"resp_{parsed.request_id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": asking.model,
+            "model": parsed.model,
             "system_fingerprint": served.fingerprint,
-            "temperature": asking.params.temperature,
-            "top_p": asking.params.top_p,
+            "temperature": parsed.params.temperature,
+            "top_p": parsed.params.top_p,
             "truncation": "disabled",
             "background": False,
             "store": False,
-            **told,
+            **echoed,
         }
 
     def opening(self) -> list[bytes]:
@@ -289,11 +294,11 @@ class ResponseForm(ResponseFormat):
         return [*events, self._event(f"response.{self._status}", response=self._finished(usage, beside))]
 
     def failure(self, error: ApiError) -> list[bytes]:
-        told = error.body["error"]
+        body = error.body["error"]
         self._items = []
         kind = "server_error" if error.status >= 500 else "invalid_prompt"  # the only two codes of the API that fit
-        failed = self._responded("failed", None) | {"error": {"code": kind, "message": told["message"]}}
-        said = {"code": str(told["code"]), "message": told["message"], "param": told["param"]}
+        failed = self._responded("failed", None) | {"error": {"code": kind, "message": body["message"]}}
+        said = {"code": str(body["code"]), "message": body["message"], "param": body["param"]}
         return [self._event("error", **said), self._event("response.failed", response=failed)]
 
     def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class Served:
             transformers.__version__,
             llm.engine_config.exactness,
             llm.engine_config.prefill_chunk_size,
-            llm.promise.kind,
+            llm.guarantee.kind,
             target.execution.kind,
             str(target.device),
             torch.get_num_threads(),

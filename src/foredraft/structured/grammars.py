@@ -152,15 +152,17 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
-            raise GrammarError("structured_outputs needs a tokenizer; pass tokenizer=... to LLM")
+            raise GrammarError(
+                "structured_outputs needs a tokenizer; put its files beside the weights (in Python, tokenizer=...)"
+            )
         if not self._eos:
             raise GrammarError("structured_outputs needs an EOS token to end the output, but this model has none")
         try:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos))
         except Exception as error:
             raise GrammarError(
-                f"structured_outputs cannot read the tokenizer {type(self._tokenizer).__name__} ({error}); use a fast "
-                "tokenizer, which is based on the tokenizers library"
+                f"structured_outputs cannot read the tokenizer of this model ({error}); use a fast tokenizer, which is "
+                "based on the tokenizers library"
             ) from None
 
 
@@ -202,7 +204,7 @@ def refused(wanted: StructuredOutputs, reason: str) -> GrammarError:
     """Return the error for a grammar, with llguidance's reason."""
     reason = reason.rpartition(OF_SCHEMA)[2] if wanted.json is not None else reason
     said = "no text matches it" if reason.startswith("NoExtension") else first_line(reason)
-    return GrammarError(f"StructuredOutputs.{wanted.kind} is refused: {said}")
+    return GrammarError(f"structured_outputs.{wanted.kind} is refused: {said}")
 
 
 def written(wanted: StructuredOutputs, *, splits_one_of: bool = False) -> str:

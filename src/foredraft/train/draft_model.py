@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +14,10 @@ from foredraft.heads.checkpoint import read_checkpoint
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.train.features import Streams
 from foredraft.train.losses import Part, distilled
-from foredraft.train.recipe import NUM_LAYERS, Recipe, TargetParts, Texts
+from foredraft.train.plan import NUM_LAYERS, SmallPlan
+from foredraft.train.recipe import Recipe, TargetParts, Texts
 
 EMBEDDING = "model.embed_tokens.weight"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmallPlan:
-    """Layers and embeddings of a draft model.
-
-    Args:
-      from_layers: layers of the target whose weights the draft model's layers start from, in this order; if empty, the
-        draft model's layers start with random weights.
-      hidden_size: hidden size of random layers; 0 for the target's.
-      own_embeddings: True to train an embedding for the draft model, which is its output layer as well. Otherwise the
-        target's embeddings are used unchanged and saved with the draft model's layers.
-      start: folder of a draft model to train further. The other arguments but the last must then be left out.
-      total_variation: share of total variation in the loss; the rest is forward KL.
-    """
-
-    from_layers: tuple[int, ...] = ()
-    hidden_size: int = 0
-    own_embeddings: bool = False
-    start: Path | None = None
-    total_variation: float = 0.0
-
-    def check(self) -> None:
-        """Raise ConfigError for values out of range, or arguments that exclude each other."""
-        if not 0.0 <= self.total_variation <= 1.0:
-            raise ConfigError(f"total_variation is {self.total_variation}; it is a share of the loss, from 0 to 1")
-        if self.hidden_size < 0:
-            raise ConfigError(f"hidden_size is {self.hidden_size}; use 1 or more, or 0 for the target's")
-        if self.start is not None and (self.from_layers or self.hidden_size or self.own_embeddings):
-            raise ConfigError(
-                f"{self.start} already has layers and embeddings; leave out from_layers, hidden_size and own_embeddings"
-            )
-        if self.from_layers and self.hidden_size:
-            raise ConfigError("layers of the target have the width of the target; leave hidden_size out")
 
 
 class SmallModel(nn.Module):

@@ -7,9 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foredraft.config.sampling import SamplingParams
-from foredraft.errors import ConfigError
-from foredraft.train.draft_model import SmallPlan
-from foredraft.train.recipe import NUM_LAYERS, WITH_LAYER
+from foredraft.errors import ConfigError, PromptError
+from foredraft.prompts.prompt_files import STDIN
+
+METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
+"""Methods whose drafters can be trained. "eagle2" trains the same heads as "eagle"."""
+
+WITH_LAYER = ("hydra++", "eagle", "eagle2", "eagle3")
+"""Methods whose heads have their own decoder layer."""
+
+NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
+"""Default number of layers by method: of the MLP of every head, as published, or of a draft model."""
 
 POSITIVE = ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps", "evaluate_tokens")
 """Settings that must be positive."""
@@ -19,11 +27,45 @@ FORWARD_TOKENS = 32_768
 
 
 @dataclass(frozen=True, kw_only=True)
+class SmallPlan:
+    """Layers and embeddings of a draft model.
+
+    Args:
+      from_layers: layers of the target whose weights the draft model's layers start from, in this order; if empty, the
+        draft model's layers start with random weights.
+      hidden_size: hidden size of random layers; 0 for the target's.
+      own_embeddings: True to train an embedding for the draft model, which is its output layer as well. Otherwise the
+        target's embeddings are used unchanged and saved with the draft model's layers.
+      start: folder of a draft model to train further. The other arguments but the last must then be left out.
+      total_variation: share of total variation in the loss; the rest is forward KL.
+    """
+
+    from_layers: tuple[int, ...] = ()
+    hidden_size: int = 0
+    own_embeddings: bool = False
+    start: Path | None = None
+    total_variation: float = 0.0
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range, or arguments that exclude each other."""
+        if not 0.0 <= self.total_variation <= 1.0:
+            raise ConfigError(f"total_variation is {self.total_variation}; it is a share of the loss, from 0 to 1")
+        if self.hidden_size < 0:
+            raise ConfigError(f"hidden_size is {self.hidden_size}; use 1 or more, or 0 for the target's")
+        if self.start is not None and (self.from_layers or self.hidden_size or self.own_embeddings):
+            raise ConfigError(
+                f"{self.start} already has layers and embeddings; leave out from_layers, hidden_size and own_embeddings"
+            )
+        if self.from_layers and self.hidden_size:
+            raise ConfigError("layers of the target have the width of the target; leave hidden_size out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Settings of one training run.
 
     Args:
-      method: method of the drafter; see `foredraft.train.recipe.METHODS`.
+      method: method of the drafter; one of `METHODS`.
       out: folder for all results. A run that was begun there is continued.
       prompts: file or folder of prompts; None to use only prompts that the target invents.
       own_prompts: number of prompts that the target invents.
@@ -83,9 +125,17 @@ class Plan:
         return SamplingParams(temperature=0.8, top_p=0.95, max_tokens=self.max_answer_tokens, seed=self.seed + number)
 
     def check(self) -> None:
-        """Raise ConfigError for values out of range, or settings that do not apply to the method."""
+        """Check all that can be checked without the target.
+
+        Raises: ConfigError for an unknown method, values out of range, or settings that do not apply to the method;
+          PromptError for a path of prompts that does not exist.
+        """
+        if self.method not in METHODS:
+            raise ConfigError(f"{self.method!r} cannot be trained; use one of {', '.join(METHODS)}")
         if self.prompts is None and not self.own_prompts:
             raise ConfigError("there are no prompts; use --prompts, or --own-prompts for a target with a chat template")
+        if self.prompts is not None and str(self.prompts) != STDIN and not self.prompts.expanduser().exists():
+            raise PromptError(f"{self.prompts} does not exist; give a file or a folder of prompts")
         for name in POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive and finite")

@@ -93,16 +93,6 @@ class Texts:
         return states[rows, (self.entries + distance).clamp(max=states.shape[1] - 1)].flatten(0, 1)
 
 
-METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
-"""Methods whose drafters can be trained. "eagle2" trains the same heads as "eagle"."""
-
-WITH_LAYER = ("hydra++", "eagle", "eagle2", "eagle3")
-"""Methods whose heads have their own decoder layer."""
-
-NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
-"""Default number of layers by method: of the MLP of every head, as published, or of a draft model."""
-
-
 @dataclass(frozen=True)
 class TargetParts:
     """Parts of a target that recipes read. They are not trained.

@@ -18,7 +18,7 @@ import torch
 from foredraft.bench.provenance import provenance
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import CheckpointError, PromptError
-from foredraft.folders import append_lines, is_no_room, json_lines, keep_json, keep_text
+from foredraft.folders import append_lines, is_no_room, json_lines, keep_json, write_atomically
 from foredraft.heads.checkpoint import ACCEPTANCE
 from foredraft.llm import LLM
 from foredraft.loading.info import eos_token_ids
@@ -216,7 +216,7 @@ class Training:
                 self._num_left_out += number - wanted
                 self._answer_seconds += (time.perf_counter() - start) * number / wanted
                 return made
-            keep_text(file, "".join(json.dumps({"prompt": one.text}) + "\n" for one in made))
+            write_atomically(file, "".join(json.dumps({"prompt": one.text}) + "\n" for one in made))
         return read_prompts(file)
 
     def _answers(self, asked: list[TrainingPrompt]) -> list[TrainingPrompt]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.errors import ConfigError, UnsupportedModelError
+from foredraft.errors import UnsupportedModelError
 from foredraft.heads.eagle import EagleHead, EagleShape, default_streams
 from foredraft.heads.layers import LayerShape
 from foredraft.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
@@ -22,8 +22,8 @@ from foredraft.model.lm import CausalLM
 from foredraft.train.draft_model import DraftModelRecipe, new_small_model
 from foredraft.train.examples import Example
 from foredraft.train.head_recipes import Eagle3Recipe, EagleRecipe, HydraRecipe, MedusaRecipe
-from foredraft.train.plan import Plan
-from foredraft.train.recipe import METHODS, NUM_LAYERS, Recipe, TargetParts
+from foredraft.train.plan import NUM_LAYERS, Plan
+from foredraft.train.recipe import Recipe, TargetParts
 
 _LAYER = (
     "input_layernorm",
@@ -48,8 +48,8 @@ def parts_of(target: CausalLM, eos_token_ids: Sequence[int]) -> TargetParts:
     embedding: Any = shadow.get_input_embeddings()
     if not (_is_plain(output) and isinstance(embedding, nn.Embedding)):
         raise UnsupportedModelError(
-            f"{target.name} has an output layer of type {type(output).__name__}; heads can only be trained over linear "
-            "layers without a bias"
+            f"{target.name} has an output layer that is not linear, or that has a bias; heads cannot be trained over "
+            "it, so use another target"
         )
     scales = [key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, key, None)]
     if scales:
@@ -114,12 +114,10 @@ def new_recipe(plan: Plan, target: TargetParts, vocabulary: DraftVocabulary) -> 
     Args:
       vocabulary: tokens that can be drafted.
 
-    Raises: ConfigError for a method outside `METHODS`, and for a method for which the target is too small.
+    Raises: ConfigError for a method for which the target is too small.
     Randomness: torch's global generator.
     """
     method, size = plan.method, target.hidden_size
-    if method not in METHODS:
-        raise ConfigError(f"{method!r} cannot be trained; use one of {', '.join(METHODS)}")
     layer = replace(target.layer, intermediate_size=plan.intermediate_size or target.layer.intermediate_size)
     kept = None if vocabulary.is_full else vocabulary
     num_layers = plan.num_layers or NUM_LAYERS.get(method, 1)

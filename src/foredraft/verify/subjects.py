@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from foredraft.config.acceptance import RULES, TYPICAL, TypicalLimits
 from foredraft.config.sampling import SamplingParams
-from foredraft.errors import ConfigError, described
+from foredraft.errors import ConfigError, error_with_type
 from foredraft.llm import LLM
 from foredraft.sampling.noise import mix
 
@@ -176,7 +176,7 @@ class FunctionSubject(Subject):
         try:
             given = self._function(list(prompt), params)
         except Exception as error:  # a function of the user may raise anything
-            raise ConfigError(f"{self.name} fails ({described(error)})") from error
+            raise ConfigError(f"{self.name} fails ({error_with_type(error)})") from error
         several = given if params.n > 1 else [given]
         try:
             samples = tuple(one if isinstance(one, Sample) else Sample(tuple(map(int, one))) for one in several)

@@ -44,7 +44,7 @@ class Verdict:
     Args:
       subject: name of the decoder that was checked.
       reference: name of the decoder it was compared with.
-      promise: guarantee of the decoder, in words; empty for decoders other than foredraft's.
+      guarantee: the guarantee of the decoder, in words; empty for decoders other than foredraft's.
       findings: results of all checks, in the order in which they were made.
       num_drafted, num_accepted: numbers of verified and of accepted draft tokens; None if the subject does not count.
       false_alarm_rate: upper bound on the chance that a lossless decoder fails any of the distribution tests.
@@ -54,7 +54,7 @@ class Verdict:
 
     subject: str
     reference: str
-    promise: str
+    guarantee: str
     findings: tuple[Finding, ...]
     num_drafted: int | None
     num_accepted: int | None

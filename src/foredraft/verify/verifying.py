@@ -125,7 +125,7 @@ class _Work:
         self._subject = subject or LLMSubject(self._llm)
         self._is_own = subject is None
         self._prompts, self._max_tokens = prompts, max_tokens
-        self._near_tie = 0.0 if self._is_own and self._llm.promise.keeps_bits else NEAR_TIES[llm.target.dtype]
+        self._near_tie = 0.0 if self._is_own and self._llm.guarantee.keeps_bits else NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
         self._tested: list[Tested] = []
         self._num_tests = 0
@@ -155,7 +155,7 @@ class _Work:
         return Verdict(
             self._subject.name,
             self._plain.name,
-            self._llm.promise.describe() if self._is_own else "",
+            self._llm.guarantee.describe() if self._is_own else "",
             tuple(self._findings),
             num_drafted=self._num_drafted if counts else None,
             num_accepted=self._num_accepted if counts else None,

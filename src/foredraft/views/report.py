@@ -154,13 +154,13 @@ def _details(record: Record) -> Iterator[str]:
     if "provenance" in record and "models" in record:
         facts = record["provenance"]
         machine = f"{facts.get('gpu') or facts.get('cpu')}, {counted(facts['num_threads'], 'thread')}"
-        told = f"{record['models']}, {record['dtype']}, on {machine}"
-        yield f'<p class="told conditions">{escape(told)}</p>'
+        conditions = f"{record['models']}, {record['dtype']}, on {machine}"
+        yield f'<p class="told conditions">{escape(conditions)}</p>'
     compared = record.get("methods", record)
     if "rows" in compared:
         for one in compared.get("different", ()):
-            told = f"{_str(one['arm'])} differs from plain decoding, although identical output is guaranteed."
-            yield f"<p>{escape(told)}</p>"
+            sentence = f"{_str(one['arm'])} differs from plain decoding, although identical output is guaranteed."
+            yield f"<p>{escape(sentence)}</p>"
         yield _table(compared)
     notes = record.get("notes", ())
     for note in [notes] if isinstance(notes, str) else notes:

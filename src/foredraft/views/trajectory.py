@@ -260,7 +260,7 @@ class Trajectory:
     def _legend(self) -> dict[str, tuple[str, str]]:
         """Marks and meanings of the states in the tables."""
         has_cuts = any(block.cuts for block in self.blocks)
-        return {state: told for state, told in _LEGEND.items() if has_cuts or state != "cut"}
+        return {state: meaning for state, meaning in _LEGEND.items() if has_cuts or state != "cut"}
 
     def _cells(self, block: Block) -> Iterator[list[tuple[str, str]]]:
         """Yield the tokens and their states, for the initial guess and every iterate, with the last one repeated."""

@@ -25,8 +25,8 @@ __all__ = [
     "Manifest",
     "Package",
     "asset",
-    "brings",
     "default",
+    "includes",
     "is_available",
     "load",
     "manifest",
@@ -63,8 +63,8 @@ def is_available(name: str) -> bool:
 
 def why_missing(name: str) -> str | None:
     """Return the reason why a model cannot be loaded on this machine, with the remedy; None if it can."""
-    described = manifest(name)
-    return None if described.package is None else conversion.why_missing(described)
+    entry = manifest(name)
+    return None if entry.package is None else conversion.why_missing(entry)
 
 
 def default() -> str:
@@ -77,9 +77,9 @@ def default() -> str:
     return PREFIX + (_FIRST_CHOICE if is_available(_FIRST_CHOICE) else _TOY)
 
 
-def brings(name: str, what: str) -> bool:
-    """Whether a model includes something: a drafter, a datastore, a layer set (see `Manifest.brings`)."""
-    return what in manifest(name).brings
+def includes(name: str, what: str) -> bool:
+    """Whether a model includes something: a drafter, a datastore, a layer set (see `Manifest.assets`)."""
+    return what in manifest(name).assets
 
 
 def path(name: str, part: str = "target") -> Path:
@@ -95,9 +95,9 @@ def path(name: str, part: str = "target") -> Path:
         ConfigError: no such model or part; the message lists what is available.
         CheckpointError: the model is not installed or cannot be converted; the message contains the remedy.
     """
-    described = manifest(name)
-    part = _known(part, sorted(_PARTS), f"part of zoo:{described.name}")
-    return _located(described, part)
+    entry = manifest(name)
+    part = _known(part, sorted(_PARTS), f"part of zoo:{entry.name}")
+    return _located(entry, part)
 
 
 def name_of(folder: str) -> str | None:
@@ -108,11 +108,11 @@ def name_of(folder: str) -> str | None:
         'zoo:tiny'
     """
     for name in names():
-        described = manifest(name)
-        if described.package is None:
-            found: Path | None = root() / name / described.brings["target"]
+        entry = manifest(name)
+        if entry.package is None:
+            found: Path | None = root() / name / entry.assets["target"]
         else:
-            found = conversion.found(described) if conversion.folder_name(described) in folder else None
+            found = conversion.found(entry) if conversion.folder_name(entry) in folder else None
         if found is not None and Path(folder) == found:
             return PREFIX + name
     return None
@@ -120,8 +120,8 @@ def name_of(folder: str) -> str | None:
 
 def stored_file(name: str) -> Path | None:
     """Return the GGUF file that a model was converted from, after a check; None for a model in this package."""
-    described = manifest(name)
-    return None if described.package is None else conversion.checked_file(described)
+    entry = manifest(name)
+    return None if entry.package is None else conversion.checked_file(entry)
 
 
 def asset(name: str, file: str) -> Path:
@@ -135,19 +135,17 @@ def asset(name: str, file: str) -> Path:
         ConfigError: no such model or file; the message lists what is available.
         CheckpointError: the package was installed without its data.
     """
-    described = manifest(name)
-    by_file = {place: what for what, place in described.brings.items()}
-    return _located(described, by_file.get(file, file))
+    entry = manifest(name)
+    by_file = {place: what for what, place in entry.assets.items()}
+    return _located(entry, by_file.get(file, file))
 
 
-def _located(described: Manifest, what: str) -> Path:
-    if what not in described.brings:
-        raise ConfigError(
-            f"zoo:{described.name} does not include {what!r}; it includes {', '.join(sorted(described.brings))}"
-        )
-    is_here = described.package is None or what in HEADS
-    folder = root() / described.name if is_here else conversion.converted(described)
-    found = folder / described.brings[what]
+def _located(entry: Manifest, what: str) -> Path:
+    if what not in entry.assets:
+        raise ConfigError(f"zoo:{entry.name} does not include {what!r}; it includes {', '.join(sorted(entry.assets))}")
+    is_here = entry.package is None or what in HEADS
+    folder = root() / entry.name if is_here else conversion.converted(entry)
+    found = folder / entry.assets[what]
     if not found.exists():
         raise CheckpointError(f"{found} is missing: foredraft was installed without its data; reinstall it")
     return found
@@ -175,7 +173,7 @@ def load(name: str = _TOY, *, dtype: torch.dtype | None = None) -> tuple[Any, An
     options = {"dtype": dtype or torch.float32, "local_files_only": True}
     with no_progress_bars():
         target, drafter = (
-            AutoModelForCausalLM.from_pretrained(path(name, part), **options).eval() if brings(name, part) else None
+            AutoModelForCausalLM.from_pretrained(path(name, part), **options).eval() if includes(name, part) else None
             for part in ("target", "draft")
         )
         tokenizer = AutoTokenizer.from_pretrained(path(name, "tokenizer"), local_files_only=True)

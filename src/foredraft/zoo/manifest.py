@@ -54,7 +54,7 @@ class Manifest:
       is_toy: whether it only serves to show and test drafting, and is too small to be useful.
       licence, source: licence and origin of the weights.
       stored_dtype: dtype of the weights on disk.
-      brings: files or folders that this model includes, by their names in `ASSETS`.
+      assets: files or folders that this model includes, by their names in `ASSETS`.
       notes: notes for readers of its figures.
       package: the distribution with the weights, if they do not ship with foredraft.
     """
@@ -66,7 +66,7 @@ class Manifest:
     licence: str
     source: str
     stored_dtype: str
-    brings: Mapping[str, str]
+    assets: Mapping[str, str]
     notes: tuple[str, ...] = ()
     package: Package | None = None
 
@@ -103,10 +103,10 @@ def read_manifest(file: Path) -> Manifest:
         raise CheckpointError(f"{file} cannot be read ({error}); reinstall foredraft") from None
     package = entries.pop("package", None) if isinstance(entries, dict) else None
     checked = _checked(Manifest, entries, file)
-    unknown = sorted(set(checked["brings"]) - set(ASSETS))
-    if unknown or not {"target", "tokenizer"} <= set(checked["brings"]):
+    unknown = sorted(set(checked["assets"]) - set(ASSETS))
+    if unknown or not {"target", "tokenizer"} <= set(checked["assets"]):
         raise CheckpointError(
-            f"{file}: brings is {sorted(checked['brings'])}; it needs target and tokenizer, and may contain "
+            f"{file}: assets is {sorted(checked['assets'])}; it needs target and tokenizer, and may contain "
             f"{', '.join(ASSETS[2:])}"
         )
     if package is not None:
@@ -123,7 +123,7 @@ def _checked(kind: type, entries: Any, file: Path) -> dict[str, Any]:
     Raises: CheckpointError.
     """
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{file}: {entries!r} is not an object with the keys of {kind.__name__}")
+        raise CheckpointError(f"{file}: {entries!r} is not an object")
     kinds = {field.name: str(field.type) for field in fields(kind) if field.name not in ("name", "package")}
     wrong = sorted((kinds.keys() - {"notes"}) ^ (entries.keys() - {"notes"}))
     if wrong:
@@ -131,7 +131,7 @@ def _checked(kind: type, entries: Any, file: Path) -> dict[str, Any]:
     for key, value in entries.items():
         if key == "notes":
             is_right = isinstance(value, list) and all(isinstance(note, str) for note in value)
-        elif key == "brings":
+        elif key == "assets":
             is_right = isinstance(value, dict) and all(isinstance(place, str) for place in value.values())
         else:
             is_right = type(value) is _TYPES[kinds[key]]

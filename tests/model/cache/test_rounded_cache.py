@@ -154,7 +154,7 @@ def test_drafts_leave_every_text_as_it_is(kind: str) -> None:
     plain = {temperature: [texts(llm, temperature, [prompt])[0] for prompt in PROMPTS] for temperature in (0.0, 1.0)}
     for number, method in enumerate(["none", *METHODS]):
         other, temperature = llm.with_speculative_config(method), float((number + (kind == "int8")) % 2)
-        if other.promise.keeps_bits:
+        if other.guarantee.keeps_bits:
             assert plain[temperature] == texts(other, temperature), other.speculative_config.title
 
 

@@ -1,7 +1,7 @@
 """What a CPU can make believe of being another: the promise holds, and names what holds, by each instruction set.
 
 oneDNN, torch, MKL and the library's own kernels are told by the environment what to hold to, which they read once: each
-case is a process, that runs ``benchmarks/promise.py`` with stock kernels perturbed.
+case is a process, that runs ``benchmarks/guarantee.py`` with stock kernels perturbed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from promise import Study
+from guarantee import Study
 
 import foredraft
 from foredraft import SamplingParams
@@ -53,7 +53,7 @@ def run(environment: dict[str, str], folder: Path, *arguments: str) -> list[dict
     given["PYTHONPATH"] = os.pathsep.join([str(Path(foredraft.__file__).parents[1]), given.get("PYTHONPATH", "")])
     if environment is NO_COMPILER:
         given["FOREDRAFT_CACHE"] = str(folder)  # where no kernels lie
-    command = [sys.executable, str(BENCHMARKS / "promise.py"), "--json", str(found), "--max-new-tokens", "16"]
+    command = [sys.executable, str(BENCHMARKS / "guarantee.py"), "--json", str(found), "--max-new-tokens", "16"]
     printed([*command, "--temperatures", "0", "--batch-sizes", "5", *arguments], folder, given)
     cells: list[dict[str, object]] = json.loads(found.read_text())["cells"]
     return cells
@@ -70,7 +70,7 @@ def test_the_promise_is_named_and_kept(case: str, tmp_path: Path) -> None:
     cells = run(CASES[case], tmp_path, "--methods", *methods)
     assert len(cells) == len(methods)
     for cell in cells:
-        assert cell["promise"] == ("native" if is_native else "near-ties"), cell
+        assert cell["guarantee"] == ("bit-identical" if is_native else "up to rounding"), cell
         assert cell["is_kept"], cell
         assert cell["is_whole"], cell
         assert cell["num_accepted"], cell
@@ -88,8 +88,8 @@ def test_it_is_less_where_no_kernels_are(monkeypatch: pytest.MonkeyPatch) -> Non
         )
         params = SamplingParams(temperature=0.0, seed=7, max_tokens=24, ignore_eos=True)
         cell = study.cell("token_recycling", params, 3)
-    assert "own kernels need AVX2, a C++ compiler" in study.llm.promise.reason
-    assert (cell.promise, cell.is_good) == ("near-ties", True), cell.line()
+    assert "own kernels need AVX2, a C++ compiler" in study.llm.guarantee.reason
+    assert (cell.guarantee, cell.is_good) == ("up to rounding", True), cell.line()
 
 
 @pytest.mark.full

@@ -36,7 +36,7 @@ def test_rounded_weights_and_heads_run_without_kernels(elsewhere: str) -> None:
     """A reduced output of rounded weights once could not be packed there."""
     llm = LLM("zoo:tiny", "eagle3", quantization="int8", dtype="float32")
     assert llm.target.execution.describe().startswith("eager")
-    assert "own kernels need AVX2" in llm.promise.reason
+    assert "own kernels need AVX2" in llm.guarantee.reason
     params = SamplingParams(temperature=0, max_tokens=8)
     found, plain = (each.generate("Once", params)[0].outputs[0] for each in (llm, llm.with_speculative_config(None)))
     assert found.token_ids == plain.token_ids
@@ -117,7 +117,7 @@ for method in ("draft_model", "ngram", "jacobi", "eagle3"):
         are_equal &= expected.outputs[0].token_ids == drafted.outputs[0].token_ids
         num_accepted += drafted.metrics.speculative_decoding["num_accepted_draft_tokens"]
     found[method] = [are_equal, num_accepted > 0]
-print(json.dumps([torch.__version__, plain.model_info.execution, plain.promise.kind, found]))
+print(json.dumps([torch.__version__, plain.model_info.execution, plain.guarantee.kind, found]))
 """
 
 OTHER_PYTHONS = [path for path in os.environ.get("FOREDRAFT_OTHER_PYTHONS", "").split(os.pathsep) if path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from promise import Cell, Study
+from guarantee import Cell, Study
 
 from architectures import ARCHITECTURES, in_turns
 from foredraft import LLM, SamplingParams
@@ -212,7 +212,7 @@ def cell(method: str, quantization: str, params: SamplingParams, *kinds: str) ->
 def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(params: SamplingParams, quantization: str) -> None:
     """Trees for five rows of other lengths beside plain rows alone."""
     found = cell("token_recycling", quantization, params, *KINDS)
-    assert found.promise == "native"
+    assert found.guarantee == "bit-identical"
     assert found.is_good, found.line()
 
 
@@ -285,7 +285,7 @@ def test_a_tied_embedding_is_kept_once(quantization: str) -> None:
     study = Study(owned, prompts=PROMPTS, execution="auto", max_num_seqs=len(PROMPTS))
     for params in (GREEDY, SAMPLED):
         found = study.cell("token_recycling", params, len(PROMPTS))
-        assert found.promise == "native"
+        assert found.guarantee == "bit-identical"
         assert found.is_good, found.line()
     tokens = torch.tensor([[3, 9, 4, 9, 7, 2, 9, 5]])
     with torch.inference_mode():

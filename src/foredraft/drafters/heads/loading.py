@@ -99,7 +99,7 @@ def load_head(
     if given is None:
         known = f"; published for targets of this size: {', '.join(published)}" if published else ""
         raise ConfigError(
-            f"method {method!r} needs a head that was trained for this target{context.brings_none}; set model to a "
+            f"method {method!r} needs a head that was trained for this target{context.without_asset}; set model to a "
             f"folder or hub id{known}"
         )
     if options.dtype is not None and str(options.dtype).removeprefix("torch.") != name_of(target):

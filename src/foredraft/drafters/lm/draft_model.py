@@ -229,7 +229,7 @@ def build(options: DraftModelOptions, context: DrafterContext) -> DraftModelDraf
     """Make the drafter from the loaded draft model."""
     if context.draft_model is None:
         raise ConfigError(
-            f"method 'draft_model' needs a draft model{context.brings_none}; set model to a directory, a hub id, "
+            f"method 'draft_model' needs a draft model{context.without_asset}; set model to a directory, a hub id, "
             "zoo:NAME or a loaded model, or use zoo:tiny as the target, which includes one"
         )
     model = context.draft_model

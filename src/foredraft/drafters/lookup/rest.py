@@ -90,7 +90,7 @@ def _datastore(options: RestOptions, context: DrafterContext) -> Datastore:
     folder = options.datastore or context.asset("datastore")
     if folder is None:
         raise ConfigError(
-            f"method 'rest' needs a datastore{context.brings_none}; build one with foredraft datastore build "
+            f"method 'rest' needs a datastore{context.without_asset}; build one with foredraft datastore build "
             "CORPUS... --tokenizer MODEL --out DIR and add datastore=DIR"
         )
     return context.keep(

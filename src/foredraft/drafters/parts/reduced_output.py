@@ -55,7 +55,7 @@ def rows_of_output(layer: torch.nn.Module, vocabulary: DraftVocabulary) -> torch
     """
     if type(layer) is not torch.nn.Linear:
         raise ConfigError(
-            f"draft_vocabulary needs a plain linear output layer, and this model's is a {type(layer).__name__}; leave "
+            "draft_vocabulary needs a plain linear output layer, and this model's is of another kind; leave "
             "draft_vocabulary out"
         )
     packed = forwards.replacement(layer)

@@ -142,7 +142,7 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
         return SwiftDrafter(layer_set, **options.growth(target.vocab_size))
     if layer_set is None:
         raise ConfigError(
-            f"method 'layer_skip' needs a set of layers to skip among {target.num_layers}{context.brings_none}; give "
+            f"method 'layer_skip' needs a set of layers to skip among {target.num_layers}{context.without_asset}; give "
             "layer_set=FILE (from foredraft tune layer-skip), skipped_attention and skipped_mlp, or exit_layer"
         )
     return SelfDrafter(options.method, layer_set=layer_set, **options.growth(target.vocab_size))

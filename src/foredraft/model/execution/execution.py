@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from foredraft.config.keywords import did_you_mean
-from foredraft.errors import ConfigError, described
+from foredraft.errors import ConfigError, error_with_type
 from foredraft.machine import available_memory_bytes
 from foredraft.model.execution.attention import use_grouped_sdpa
 from foredraft.model.execution.calls import NUM_NODES, Recording
@@ -227,7 +227,7 @@ class Execution:
             self._say_why(error)
 
     def _say_why(self, error: Exception) -> None:
-        self.why_no_program = described(error).strip().splitlines()[0]
+        self.why_no_program = error_with_type(error).strip().splitlines()[0]
         logger.debug("%s runs as modules: %s", type(self.model).__name__, self.why_no_program)
 
     def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:

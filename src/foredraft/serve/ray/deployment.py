@@ -17,7 +17,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from foredraft.errors import ForedraftError, described
+from foredraft.errors import ForedraftError, error_with_type
 from foredraft.serve.app import Application
 from foredraft.serve.guards import with_request_ids
 from foredraft.serve.metrics import ClusterMetrics
@@ -72,7 +72,7 @@ class Collector:
     def pages(self) -> dict[str, bytes]:
         """Pages of the replicas that have reported recently."""
         now = time.monotonic()
-        self._pages = {name: told for name, told in self._pages.items() if now - told[0] < STALE_SECONDS}
+        self._pages = {name: page for name, page in self._pages.items() if now - page[0] < STALE_SECONDS}
         return {name: page for name, (_, page) in self._pages.items()}
 
 
@@ -103,7 +103,7 @@ class Engine:
             name, patience = context.replica_id.unique_id, config.limits.step_timeout
             self._replica = Replica(partial(load_served, config), config.name, name, patience)
         except ForedraftError as error:  # Ray may unpickle the error where foredraft is not installed
-            raise RuntimeError(described(error)) from None
+            raise RuntimeError(error_with_type(error)) from None
         start_watchdog(config.limits.stall_timeout + NUM_CHECKS * CHECK_SECONDS + config.drain_seconds)
         threading.Thread(target=self._push, name="foredraft-figures", daemon=True).start()
 

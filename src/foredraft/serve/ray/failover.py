@@ -176,14 +176,14 @@ class FailoverState:
 
     def __init__(
         self,
-        ticket: QueuedRequest,
+        queued: QueuedRequest,
         journal: Journal,
         work: ReplicaRequest,
         metrics: ClusterMetrics,
         queue: FairQueue,
         turn: Turn,
     ) -> None:
-        self.ticket, self.journal, self.work = ticket, journal, work
+        self.queued, self.journal, self.work = queued, journal, work
         self._metrics, self._queue, self._turn = metrics, queue, turn
         self.replica = ""
         """Replica that has the request; empty while the request waits for one."""
@@ -200,20 +200,20 @@ class FailoverState:
     def accept(self, replica: str) -> None:
         """Record that a replica has accepted the request."""
         self.replica = replica
-        self.ticket.is_queued = False
+        self.queued.is_queued = False
         self._queue.begin(self._turn)
 
     def begin(self, begun: Started) -> None:
         """Record that an engine has started the request."""
         if self._has_begun:
             is_same = begun.fingerprint == self.work.fingerprint
-            self.ticket.notes["failover"]["is_same_fingerprint"] &= is_same
+            self.queued.notes["failover"]["is_same_fingerprint"] &= is_same
             return
         if begun.fingerprint != self.work.fingerprint:
-            self.ticket.notes["replica_fingerprint"] = begun.fingerprint
+            self.queued.notes["replica_fingerprint"] = begun.fingerprint
             self.work = replace(self.work, fingerprint=begun.fingerprint)
         self._has_begun = True
-        self.ticket.deliver([])
+        self.queued.deliver([])
 
     def deliver(self, news: Delta) -> None:
         """Send new deltas to the client."""
@@ -225,7 +225,7 @@ class FailoverState:
         self._is_paused, self._last = False, perf_counter()
         self._queue.charge(self._turn, OUTPUT_COST * sum(len(delta.token_ids) for delta in deltas))
         self.journal.is_waiting = False
-        self.ticket.deliver(deltas)
+        self.queued.deliver(deltas)
 
     def lose(self) -> None:
         """Prepare the request for another replica after its replica was lost."""
@@ -233,9 +233,9 @@ class FailoverState:
         avoided = self.work.avoided | ({self.replica} if self.replica else set())
         self.work = replace(self.work, output_ids=self.journal.output_ids, avoided=avoided)
         if self._has_begun:
-            told = self.ticket.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
-            told["count"] += 1
-            told["at_tokens"].append(self.journal.num_tokens)
+            note = self.queued.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
+            note["count"] += 1
+            note["at_tokens"].append(self.journal.num_tokens)
             self._is_paused = True
             self._metrics.failovers.inc()
 
@@ -284,7 +284,7 @@ class ClusterBridge:
 
         Raises: ApiError (429) if that client sent this request, or the limit of waiting prompt tokens is exceeded.
         """
-        waiting = [ticket for ticket in self._open if ticket.is_queued and not ticket.is_abandoned]
+        waiting = [queued for queued in self._open if queued.is_queued and not queued.is_abandoned]
         check_tokens(waiting, num_prompt_tokens, max_tokens)
         if max_requests is None or len(waiting) < max(1, max_requests):
             return
@@ -295,35 +295,35 @@ class ClusterBridge:
             None,
             "queue_full",
         )
-        counts = Counter(self._client_of[ticket] for ticket in waiting)
+        counts = Counter(self._client_of[queued] for queued in waiting)
         client, most = counts.most_common(1)[0]
         if counts[CALLER.get().client] + 1 >= most:
             raise error
-        newest = next(ticket for ticket in reversed(waiting) if self._client_of[ticket] == client)
+        newest = next(queued for queued in reversed(waiting) if self._client_of[queued] == client)
         newest.deliver(error)
         self.abandon(newest)
 
-    def submit(self, ticket: QueuedRequest) -> None:
+    def submit(self, queued: QueuedRequest) -> None:
         """Send a request to a replica."""
-        task = asyncio.ensure_future(self._carry(ticket))
-        self._open[ticket], self._client_of[ticket] = task, CALLER.get().client
-        task.add_done_callback(lambda _: self._forget(ticket))
+        task = asyncio.ensure_future(self._carry(queued))
+        self._open[queued], self._client_of[queued] = task, CALLER.get().client
+        task.add_done_callback(lambda _: self._forget(queued))
 
-    def _forget(self, ticket: QueuedRequest) -> None:
-        self._open.pop(ticket, None)
-        self._client_of.pop(ticket, None)
+    def _forget(self, queued: QueuedRequest) -> None:
+        self._open.pop(queued, None)
+        self._client_of.pop(queued, None)
 
-    def abandon(self, ticket: QueuedRequest) -> None:
+    def abandon(self, queued: QueuedRequest) -> None:
         """End a request on its replica; no effect on one that has already ended."""
-        ticket.is_abandoned = True
-        if (task := self._open.get(ticket)) is not None:
+        queued.is_abandoned = True
+        if (task := self._open.get(queued)) is not None:
             task.cancel()
 
     def abort_all(self, error: ApiError) -> None:
         """End all requests with an error."""
-        for ticket in list(self._open):
-            ticket.deliver(error)
-            self.abandon(ticket)
+        for queued in list(self._open):
+            queued.deliver(error)
+            self.abandon(queued)
 
     def stop(self, timeout: float) -> bool:
         """Return True, because this process does no computation for the replicas."""
@@ -331,46 +331,46 @@ class ClusterBridge:
 
     # -- one request -----------------------------------------------------------------------------------------------
 
-    async def _carry(self, ticket: QueuedRequest) -> None:
+    async def _carry(self, queued: QueuedRequest) -> None:
         """Run a request to its end or its error, and deliver that to the client."""
         try:
-            await self._see_through(ticket)
+            await self._see_through(queued)
         except (ApiError, Failed) as error:
-            ticket.deliver(error if isinstance(error, ApiError) else _unavailable(str(error)))
+            queued.deliver(error if isinstance(error, ApiError) else _unavailable(str(error)))
         except Exception as error:
             logger.error("request %s ended in an error", CALLER.get().request_id, exc_info=error)
-            ticket.deliver(error)
+            queued.deliver(error)
         else:
-            ticket.deliver(None)
+            queued.deliver(None)
 
-    async def _see_through(self, ticket: QueuedRequest) -> None:
+    async def _see_through(self, queued: QueuedRequest) -> None:
         served = self._fleet.served
         assert served is not None
-        params = tuple(seeded(one, None, 0) for one in ticket.params)
-        ticket.params = list(params)
+        params = tuple(seeded(one, None, 0) for one in queued.params)
+        queued.params = list(params)
         journal = Journal(params)
-        ticket.stream = cast("Any", journal)
+        queued.stream = cast("Any", journal)
         request_id, session, client = CALLER.get()
-        name = next((name for name, llm in served.names.items() if llm is ticket.llm), None)
+        name = next((name for name, llm in served.names.items() if llm is queued.llm), None)
         if name is None:
             raise model_changed()
         work = ReplicaRequest(
             request_id,
             name,
-            tuple(ticket.prompts),
+            tuple(queued.prompts),
             params,
             served.weights,
             served.fingerprint,
             session=session,
-            wants_trees=ticket.wants_trees,
-            wants_news=ticket.wants_news,
+            wants_trees=queued.wants_trees,
+            wants_news=queued.wants_news,
         )
         if self._queue is None:
             self._queue = FairQueue(served.num_rows)
         with self._queue.entered(client) as turn:
             await turn.granted
-            self._queue.charge(turn, PROMPT_COST * ticket.num_prompt_tokens)
-            await self._try(FailoverState(ticket, journal, work, self.metrics, self._queue, turn))
+            self._queue.charge(turn, PROMPT_COST * queued.num_prompt_tokens)
+            await self._try(FailoverState(queued, journal, work, self.metrics, self._queue, turn))
 
     async def _try(self, course: FailoverState) -> None:
         """Send the request to one replica after another until one finishes it."""
@@ -478,12 +478,14 @@ def with_callers(app: ASGIApp, has_keys: bool) -> ASGIApp:
             headers = dict(scope["headers"])
             key = headers.get(b"authorization", b"").decode("latin-1") if has_keys else ""
             client = key or (scope.get("client") or ("",))[0]
-            CALLER.set(Caller(_told(headers.get(REQUEST_ID)), _told(headers.get(b"x-session-id")), client))
+            CALLER.set(
+                Caller(_header_text(headers.get(REQUEST_ID)), _header_text(headers.get(b"x-session-id")), client)
+            )
         await app(scope, receive, send)
 
     return noted
 
 
-def _told(header: bytes | None) -> str:
+def _header_text(header: bytes | None) -> str:
     """Value of a header if it is safe in logs; otherwise empty."""
     return header.decode() if header is not None and ALLOWED_ID.fullmatch(header) else ""

@@ -57,8 +57,8 @@ class RayFleet:
             async with aclosing(merged(routed, answer)) as messages:
                 async for message in messages:
                     yield message
-        except (RayError, RayServeException) as error:
-            raise Failed(f"a replica was lost ({type(error).__name__})") from None
+        except (RayError, RayServeException):
+            raise Failed("a replica was lost") from None
         finally:
             answer.cancel()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from foredraft.config.engine import EngineConfig, Promise
+from foredraft.config.engine import EngineConfig, Guarantee
 from foredraft.config.sampling import SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.engine.frontend import RequestOutput, StreamOutput
@@ -141,13 +141,13 @@ class DistantLLM:
     speculative_config: SpeculativeConfig
     engine_config: EngineConfig
     model_info: ModelInfo
-    promise: Promise
+    guarantee: Guarantee
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, llm: LLM) -> DistantLLM:
         config, engine, info = llm.speculative_config, llm.engine_config, llm.model_info
-        return cls(llm.tokenizer, config, engine, info, llm.promise, llm.sampling_defaults)
+        return cls(llm.tokenizer, config, engine, info, llm.guarantee, llm.sampling_defaults)
 
     def prepare(self, sampling_params: SamplingParams) -> None:
         """Do nothing, because the replica compiles grammars."""

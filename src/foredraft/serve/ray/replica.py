@@ -109,19 +109,19 @@ class Replica:
         if (error := prepared.exception()) is not None:
             yield ApiError.of(error)
             return
-        ticket = QueuedRequest(llm, work.continued, work.params)
+        queued = QueuedRequest(llm, work.continued, work.params)
         logger.info("request %s: accepted by %s after %d tokens", work.request_id, self.name, _num_delivered(work))
-        self._bridge.submit(ticket)
+        self._bridge.submit(queued)
         try:
-            async with aclosing(self._messages(ticket, work)) as messages:
+            async with aclosing(self._messages(queued, work)) as messages:
                 async for message in messages:
                     yield message
         finally:
-            self._bridge.abandon(ticket)
+            self._bridge.abandon(queued)
 
-    async def _messages(self, ticket: QueuedRequest, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
+    async def _messages(self, queued: QueuedRequest, work: ReplicaRequest) -> AsyncGenerator[Message, None]:
         now = asyncio.get_running_loop().time
-        awaited = asyncio.ensure_future(ticket.news())
+        awaited = asyncio.ensure_future(queued.news())
         came: list[StreamOutput] = []
         has_begun, due = False, now()
         try:
@@ -139,7 +139,7 @@ class Replica:
                         news = awaited.result()
                     except Exception as error:
                         if came:
-                            yield _news(ticket, work, came)
+                            yield _news(queued, work, came)
                         yield ApiError.of(error)
                         return
                     if not has_begun:
@@ -148,15 +148,15 @@ class Replica:
                     if news is None:
                         break
                     came += news
-                    awaited = asyncio.ensure_future(ticket.news())
+                    awaited = asyncio.ensure_future(queued.news())
                 if came and now() >= due:
-                    yield _news(ticket, work, came)
+                    yield _news(queued, work, came)
                     came = []
                     due = now() + (self._message_seconds * self._num_open if work.wants_news else SIGN_SECONDS)
             if came:
-                yield _news(ticket, work, came)
-            assert ticket.stream is not None
-            yield Finished(tuple(ticket.outputs()), ticket.stream.stats, ticket.stream.num_cached_tokens)
+                yield _news(queued, work, came)
+            assert queued.stream is not None
+            yield Finished(tuple(queued.outputs()), queued.stream.stats, queued.stream.num_cached_tokens)
         finally:
             awaited.cancel()
 
@@ -167,10 +167,10 @@ def _prepare(llm: LLM, work: ReplicaRequest) -> None:
         llm.prepare(params)
 
 
-def _news(ticket: QueuedRequest, work: ReplicaRequest, came: Sequence[StreamOutput]) -> Delta:
-    assert ticket.stream is not None
+def _news(queued: QueuedRequest, work: ReplicaRequest, came: Sequence[StreamOutput]) -> Delta:
+    assert queued.stream is not None
     deltas = tuple(_light(delta, work) for delta in came)
-    return Delta(deltas, ticket.stream.stats, ticket.stream.num_cached_tokens)
+    return Delta(deltas, queued.stream.stats, queued.stream.num_cached_tokens)
 
 
 def _light(delta: StreamOutput, work: ReplicaRequest) -> StreamOutput:

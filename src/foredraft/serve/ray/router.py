@@ -21,10 +21,10 @@ class ReportingReplica(RunningReplica):  # type: ignore[misc]
         ask = result.get_rejection_response
 
         async def answer() -> Any:
-            told = await ask()
-            if told is not None and not told.accepted:  # the request waits again for a replica with a free row
+            reply = await ask()
+            if reply is not None and not reply.accepted:  # the request waits again for a replica with a free row
                 _tell(pr, "")
-            return told
+            return reply
 
         result.get_rejection_response = answer
         return result
@@ -80,11 +80,11 @@ def suitable(work: ReplicaRequest, candidates: list[RunningReplica]) -> list[Run
     request, then those with the same fingerprint; replicas that are equal in all three are returned together."""
 
     def rank(replica: RunningReplica) -> tuple[bool, bool, bool]:
-        told = replica.replica_metadata
+        metadata = replica.replica_metadata
         return (
-            told.get("weights", work.weights) != work.weights,
+            metadata.get("weights", work.weights) != work.weights,
             _name(replica) in work.avoided,
-            told.get("fingerprint", work.fingerprint) != work.fingerprint,
+            metadata.get("fingerprint", work.fingerprint) != work.fingerprint,
         )
 
     best = min(map(rank, candidates))

@@ -26,7 +26,7 @@ class Alias:
 _BY_CONFIDENCE = Alias("draft_threshold", {"length_policy": "confidence"})
 
 ALIASES: dict[str, dict[str, dict[str, str | Alias]]] = {
-    "SpeculativeConfig": {
+    "speculative_config": {
         "transformers": {
             "assistant_model": "model",
             "num_assistant_tokens": "num_speculative_tokens",
@@ -85,7 +85,7 @@ ALIASES: dict[str, dict[str, dict[str, str | Alias]]] = {
             "stop_if_unknown": Alias("unknown", words={True: "stop", False: "random"}),
         },
     },
-    "SamplingParams": {
+    "sampling_params": {
         "transformers": {
             "max_new_tokens": "max_tokens",
             "min_new_tokens": "min_tokens",
@@ -110,7 +110,7 @@ def aliases(owner: str) -> dict[str, Alias]:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class UnsupportedOption:
     """A key of another system that foredraft does not support.
 
     Args:
@@ -154,150 +154,181 @@ NOT_HERE = {
     "LLM": {
         # vLLM
         **dict.fromkeys(
-            ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), Foreign(_ONE_PROCESS, (None, 1))
+            ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+            UnsupportedOption(_ONE_PROCESS, (None, 1)),
         ),
-        "enable_expert_parallel": Foreign(_ONE_PROCESS, (None, False)),
-        "distributed_executor_backend": Foreign(_ONE_PROCESS, (None, "uni")),
-        "disable_custom_all_reduce": Foreign(_ONE_PROCESS, (None, False, True)),
-        "gpu_memory_utilization": Foreign(
+        "enable_expert_parallel": UnsupportedOption(_ONE_PROCESS, (None, False)),
+        "distributed_executor_backend": UnsupportedOption(_ONE_PROCESS, (None, "uni")),
+        "disable_custom_all_reduce": UnsupportedOption(_ONE_PROCESS, (None, False, True)),
+        "gpu_memory_utilization": UnsupportedOption(
             "no memory is reserved in advance: the cache grows with the running rows; max_num_seqs, max_model_len and "
             "max_kv_bytes limit it"
         ),
-        "kv_cache_memory_bytes": Foreign("the cache grows with the running rows; use max_kv_bytes to limit it"),
-        "swap_space": Foreign(
+        "kv_cache_memory_bytes": UnsupportedOption(
+            "the cache grows with the running rows; use max_kv_bytes to limit it"
+        ),
+        "swap_space": UnsupportedOption(
             "rows that do not fit wait instead of being swapped out; use max_num_seqs to limit running rows", (None, 0)
         ),
-        "cpu_offload_gb": Foreign(
+        "cpu_offload_gb": UnsupportedOption(
             "weights stay on one device; choose it with device='cpu' or device='cuda'", (None, 0)
         ),
-        "block_size": Foreign("the cache is not paged; leave it out"),
-        "quantization_config": Foreign(_OWN_WEIGHTS),
-        "load_in_8bit": Foreign("use quantization='int8'", (None, False)),
-        "load_in_4bit": Foreign("use quantization='int4'", (None, False)),
-        "load_format": Foreign(_OWN_WEIGHTS, (None, "auto", "safetensors")),
-        "hf_overrides": Foreign(_OWN_WEIGHTS),
-        "model_impl": Foreign(
+        "block_size": UnsupportedOption("the cache is not paged; leave it out"),
+        "quantization_config": UnsupportedOption(_OWN_WEIGHTS),
+        "load_in_8bit": UnsupportedOption("use quantization='int8'", (None, False)),
+        "load_in_4bit": UnsupportedOption("use quantization='int4'", (None, False)),
+        "load_format": UnsupportedOption(_OWN_WEIGHTS, (None, "auto", "safetensors")),
+        "hf_overrides": UnsupportedOption(_OWN_WEIGHTS),
+        "model_impl": UnsupportedOption(
             "models always run through transformers' own code; leave it out", (None, "auto", "transformers")
         ),
-        "enforce_eager": Foreign("use execution='eager', which sets how forward passes are run", (None, False)),
-        "compilation_config": Foreign("use execution='compiled', which sets how forward passes are run"),
-        "attention_backend": Foreign("execution and the model's code decide the attention kernels; leave it out"),
-        "attn_implementation": Foreign(
+        "enforce_eager": UnsupportedOption(
+            "use execution='eager', which sets how forward passes are run", (None, False)
+        ),
+        "compilation_config": UnsupportedOption("use execution='compiled', which sets how forward passes are run"),
+        "attention_backend": UnsupportedOption(
+            "execution and the model's code decide the attention kernels; leave it out"
+        ),
+        "attn_implementation": UnsupportedOption(
             "execution and the model's code decide the attention kernels; load the model with it and pass the model"
         ),
-        "max_num_batched_tokens": Foreign(
+        "max_num_batched_tokens": UnsupportedOption(
             "a step is limited by rows and by prompt tokens per row; use max_num_seqs and prefill_chunk_size"
         ),
-        "long_prefill_token_threshold": Foreign(_CHUNKS, (None, 0)),
-        "chunked_prefill_size": Foreign(_CHUNKS, (None,)),
-        "enable_chunked_prefill": Foreign("prompts are always prefilled in chunks of prefill_chunk_size", (None, True)),
-        "enable_prefix_caching": Foreign(
+        "long_prefill_token_threshold": UnsupportedOption(_CHUNKS, (None, 0)),
+        "chunked_prefill_size": UnsupportedOption(_CHUNKS, (None,)),
+        "enable_chunked_prefill": UnsupportedOption(
+            "prompts are always prefilled in chunks of prefill_chunk_size", (None, True)
+        ),
+        "enable_prefix_caching": UnsupportedOption(
             "foredraft needs the number of prefixes to keep; use num_cached_prefixes=N", (None, False)
         ),
-        "scheduling_policy": Foreign("requests run in order of arrival; leave it out", (None, "fcfs")),
-        "async_scheduling": Foreign("steps run one after another; leave it out", (None, False)),
-        "enable_lora": Foreign(_NO_ADAPTERS, (None, False)),
-        "max_loras": Foreign(_NO_ADAPTERS, (None, 1)),
-        "max_lora_rank": Foreign(_NO_ADAPTERS),
-        "tokenizer_mode": Foreign("pass a loaded tokenizer with tokenizer=", (None, "auto", "hf")),
-        "tokenizer_revision": Foreign(
+        "scheduling_policy": UnsupportedOption("requests run in order of arrival; leave it out", (None, "fcfs")),
+        "async_scheduling": UnsupportedOption("steps run one after another; leave it out", (None, False)),
+        "enable_lora": UnsupportedOption(_NO_ADAPTERS, (None, False)),
+        "max_loras": UnsupportedOption(_NO_ADAPTERS, (None, 1)),
+        "max_lora_rank": UnsupportedOption(_NO_ADAPTERS),
+        "tokenizer_mode": UnsupportedOption("pass a loaded tokenizer with tokenizer=", (None, "auto", "hf")),
+        "tokenizer_revision": UnsupportedOption(
             "the tokenizer has the revision of the model; pass a loaded one with tokenizer= to use another"
         ),
-        "skip_tokenizer_init": Foreign(
+        "skip_tokenizer_init": UnsupportedOption(
             "the tokenizer is loaded if there is one; token ids work without it", (None, False)
         ),
-        "limit_mm_per_prompt": Foreign("prompts are text or token ids; leave it out"),
+        "limit_mm_per_prompt": UnsupportedOption("prompts are text or token ids; leave it out"),
         **dict.fromkeys(
-            ("task", "runner"), Foreign("the model generates text; leave it out", (None, "auto", "generate"))
+            ("task", "runner"), UnsupportedOption("the model generates text; leave it out", (None, "auto", "generate"))
         ),
-        "download_dir": Foreign("downloads go to the cache of huggingface_hub; set HF_HOME"),
-        "hf_token": Foreign("huggingface_hub stores the token; run hf auth login, or set HF_TOKEN"),
-        "max_logprobs": Foreign("SamplingParams.logprobs has no limit; leave it out"),
-        "logits_processors": Foreign("processors belong to requests; use SamplingParams(logits_processors=[...])"),
-        "disable_log_stats": Foreign("every result contains statistics, in metrics; leave it out", (None, True)),
+        "download_dir": UnsupportedOption("downloads go to the cache of huggingface_hub; set HF_HOME"),
+        "hf_token": UnsupportedOption("huggingface_hub stores the token; run hf auth login, or set HF_TOKEN"),
+        "max_logprobs": UnsupportedOption("SamplingParams.logprobs has no limit; leave it out"),
+        "logits_processors": UnsupportedOption(
+            "processors belong to requests; use SamplingParams(logits_processors=[...])"
+        ),
+        "disable_log_stats": UnsupportedOption(
+            "every result contains statistics, in metrics; leave it out", (None, True)
+        ),
         # vLLM's older names, and transformers'
         **dict.fromkeys(
             ("speculative_model", "assistant_model", "draft_model"),
-            Foreign("use speculative_config={'method': 'draft_model', 'model': ...}"),
+            UnsupportedOption("use speculative_config={'method': 'draft_model', 'model': ...}"),
         ),
-        "num_speculative_tokens": Foreign(
+        "num_speculative_tokens": UnsupportedOption(
             "drafting is set in one place; write speculative_config={'method': ..., 'num_speculative_tokens': ...}"
         ),
-        "prompt_lookup_num_tokens": Foreign(
+        "prompt_lookup_num_tokens": UnsupportedOption(
             "use speculative_config={'method': 'ngram', 'num_speculative_tokens': ...}"
         ),
-        "method": Foreign("use speculative_config, which also accepts a bare name: speculative_config='ngram'"),
-        "temperature": Foreign("it belongs to requests; use SamplingParams(temperature=...)"),
-        "max_tokens": Foreign("it belongs to requests; use SamplingParams(max_tokens=...)"),
-        "device_map": Foreign("the model runs on one device; use device", (None, "auto")),
+        "method": UnsupportedOption(
+            "use speculative_config, which also accepts a bare name: speculative_config='ngram'"
+        ),
+        "temperature": UnsupportedOption("it belongs to requests; use SamplingParams(temperature=...)"),
+        "max_tokens": UnsupportedOption("it belongs to requests; use SamplingParams(max_tokens=...)"),
+        "device_map": UnsupportedOption("the model runs on one device; use device", (None, "auto")),
     },
-    "SamplingParams": {
+    "sampling_params": {
         # vLLM
-        "best_of": Foreign("all samples are returned; use n and choose among them", (None, 1)),
-        "use_beam_search": Foreign(_NO_BEAMS, (None, False)),
-        "guided_decoding": Foreign(_GRAMMAR),
-        "truncate_prompt_tokens": Foreign(
+        "best_of": UnsupportedOption("all samples are returned; use n and choose among them", (None, 1)),
+        "use_beam_search": UnsupportedOption(_NO_BEAMS, (None, False)),
+        "guided_decoding": UnsupportedOption(_GRAMMAR),
+        "truncate_prompt_tokens": UnsupportedOption(
             "prompts are never truncated; shorten the token ids before the call", (None, -1)
         ),
-        "spaces_between_special_tokens": Foreign(
+        "spaces_between_special_tokens": UnsupportedOption(
             "text is the result of the tokenizer's decode; leave it out", (None, True)
         ),
-        "output_kind": Foreign("LLM.generate returns whole results and LLM.stream returns every step; leave it out"),
-        "flat_logprobs": Foreign("logprobs contain one mapping per token; leave it out", (None, False)),
-        "extra_args": Foreign("foredraft has no use for it; leave it out"),
-        "thinking_token_budget": Foreign("reasoning is not treated separately; max_tokens limits it with the output"),
+        "output_kind": UnsupportedOption(
+            "LLM.generate returns whole results and LLM.stream returns every step; leave it out"
+        ),
+        "flat_logprobs": UnsupportedOption("logprobs contain one mapping per token; leave it out", (None, False)),
+        "extra_args": UnsupportedOption("foredraft has no use for it; leave it out"),
+        "thinking_token_budget": UnsupportedOption(
+            "reasoning is not treated separately; max_tokens limits it with the output"
+        ),
         # transformers
-        "do_sample": Foreign("temperature=0 is greedy decoding, and any other temperature samples", (None, True)),
-        "num_beams": Foreign(_NO_BEAMS, (None, 1)),
-        "length_penalty": Foreign(_NO_BEAMS, (None, 1, 1.0)),
-        "early_stopping": Foreign(_NO_BEAMS, (None, False)),
-        "max_length": Foreign("it would include the prompt; use max_tokens, which does not"),
-        "min_length": Foreign("it would include the prompt; use min_tokens, which does not", (None, 0)),
-        **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), Foreign(_PROCESSOR, (None, 0, 0.0))),
-        "top_h": Foreign(_PROCESSOR),
-        "encoder_repetition_penalty": Foreign(_PROCESSOR, (None, 1, 1.0)),
-        **dict.fromkeys(("eos_token_id", "eos_tokens_id"), Foreign(_EOS)),
-        "pad_token_id": Foreign("rows are never padded; leave it out"),
-        "use_cache": Foreign("the cache is always used; leave it out", (None, True)),
-        "streamer": Foreign("use LLM.stream"),
+        "do_sample": UnsupportedOption(
+            "temperature=0 is greedy decoding, and any other temperature samples", (None, True)
+        ),
+        "num_beams": UnsupportedOption(_NO_BEAMS, (None, 1)),
+        "length_penalty": UnsupportedOption(_NO_BEAMS, (None, 1, 1.0)),
+        "early_stopping": UnsupportedOption(_NO_BEAMS, (None, False)),
+        "max_length": UnsupportedOption("it would include the prompt; use max_tokens, which does not"),
+        "min_length": UnsupportedOption("it would include the prompt; use min_tokens, which does not", (None, 0)),
+        **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), UnsupportedOption(_PROCESSOR, (None, 0, 0.0))),
+        "top_h": UnsupportedOption(_PROCESSOR),
+        "encoder_repetition_penalty": UnsupportedOption(_PROCESSOR, (None, 1, 1.0)),
+        **dict.fromkeys(("eos_token_id", "eos_tokens_id"), UnsupportedOption(_EOS)),
+        "pad_token_id": UnsupportedOption("rows are never padded; leave it out"),
+        "use_cache": UnsupportedOption("the cache is always used; leave it out", (None, True)),
+        "streamer": UnsupportedOption("use LLM.stream"),
         # the OpenAI API
-        "response_format": Foreign(_GRAMMAR),
-        "top_logprobs": Foreign("logprobs itself is the number of tokens to return; use logprobs=N"),
-        "stream": Foreign("use LLM.stream", (None, False)),
+        "response_format": UnsupportedOption(_GRAMMAR),
+        "top_logprobs": UnsupportedOption("logprobs itself is the number of tokens to return; use logprobs=N"),
+        "stream": UnsupportedOption("use LLM.stream", (None, False)),
     },
-    "SpeculativeConfig": {
+    "speculative_config": {
         # vLLM
-        "draft_tensor_parallel_size": Foreign(_ONE_PROCESS, (None, 1)),
-        "quantization": Foreign(
+        "draft_tensor_parallel_size": UnsupportedOption(_ONE_PROCESS, (None, 1)),
+        "quantization": UnsupportedOption(
             "the drafter is used as it was loaded; load it with transformers and pass the model itself"
         ),
-        "weights": Foreign("it applies to the target; use LLM(weights='stored')"),
-        "max_model_len": Foreign("it applies to target and drafter together; use LLM(max_model_len=...)"),
-        "enforce_eager": Foreign("the drafter runs as the target does; use LLM(execution='eager')", (None, False)),
-        "use_heterogeneous_vocab": Foreign(
+        "weights": UnsupportedOption("it applies to the target; give weights='stored' for the model"),
+        "max_model_len": UnsupportedOption(
+            "it applies to target and drafter together; give max_model_len for the model"
+        ),
+        "enforce_eager": UnsupportedOption(
+            "the drafter runs as the target does; give execution='eager' for the model", (None, False)
+        ),
+        "use_heterogeneous_vocab": UnsupportedOption(
             "drafter and target must share a tokenizer; methods without a second model, such as ngram, need none",
             (None, False),
         ),
         **dict.fromkeys(
             ("num_speculative_tokens_per_batch_size", "disable_by_batch_size", "speculative_disable_by_batch_size"),
-            Foreign(_BY_BATCH),
+            UnsupportedOption(_BY_BATCH),
         ),
-        "parallel_drafting": Foreign("this version has no drafters that predict a block in parallel", (None, False)),
-        "disable_logprobs": Foreign("log-probabilities are returned if a request needs them", (None, False, True)),
+        "parallel_drafting": UnsupportedOption(
+            "this version has no drafters that predict a block in parallel", (None, False)
+        ),
+        "disable_logprobs": UnsupportedOption(
+            "log-probabilities are returned if a request needs them", (None, False, True)
+        ),
         # transformers
         **dict.fromkeys(
             ("assistant_lookbehind", "target_lookbehind"),
-            Foreign("drafter and target must share a tokenizer; leave it out"),
+            UnsupportedOption("drafter and target must share a tokenizer; leave it out"),
         ),
-        "use_mtp": Foreign("multi-token prediction heads are not available in this version", (None, False)),
+        "use_mtp": UnsupportedOption("multi-token prediction heads are not available in this version", (None, False)),
         # the plain functions of the original description
-        "first_target": Foreign("the prompt is always read before drafting begins; leave it out", (None, False, True)),
-        "skip_sample_adjustment": Foreign(
+        "first_target": UnsupportedOption(
+            "the prompt is always read before drafting begins; leave it out", (None, False, True)
+        ),
+        "skip_sample_adjustment": UnsupportedOption(
             "it is lossy; foredraft.classic.sampling.speculative_generate shows what it does", (None, False)
         ),
         # SGLang
-        "speculative_accept_threshold_single": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),
-        "speculative_accept_threshold_acc": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),
+        "speculative_accept_threshold_single": UnsupportedOption(_NO_THRESHOLDS, (None, 1, 1.0)),
+        "speculative_accept_threshold_acc": UnsupportedOption(_NO_THRESHOLDS, (None, 1, 1.0)),
     },
 }
 """All unsupported keys: config -> key -> reason and remedy."""

@@ -87,7 +87,7 @@ class ParsedRequest:
         return warning_of(self.unknown)
 
 
-def read_asking(
+def read_request(
     given: Fields, served: Served, settings: ServerSettings, forced: dict[str, Any] | None = None, **params: Any
 ) -> ParsedRequest:
     """Parse all fields except the prompts, whose parsing needs the tokenizer.
@@ -235,13 +235,13 @@ def read_params(sent: dict[str, Any], tokenizer: Any, defaults: Mapping[str, Any
     try:
         return resolved(SamplingParams.from_dict(sent).filled(defaults), tokenizer)
     except (ConfigError, OverflowError, TypeError) as error:
-        message = str(error).replace("SamplingParams.", "")
+        message = str(error)
         field = re.match(r"\w+", message)
         raise ApiError(400, message, field[0] if field and field[0] in sent else None) from None
 
 
 def with_prompts(
-    asking: ParsedRequest, prompts: Sequence[dict[str, Any]], served: Served, settings: ServerSettings
+    parsed: ParsedRequest, prompts: Sequence[dict[str, Any]], served: Served, settings: ServerSettings
 ) -> ParsedRequest:
     """Return the request with its prompts.
 
@@ -249,26 +249,26 @@ def with_prompts(
     """
     if not 0 < len(prompts) <= settings.max_prompts:
         raise ApiError(400, f"the request has {len(prompts)} prompts; send 1 to {settings.max_prompts}", "prompt")
-    limit, num_new = served.max_model_len, 0 if asking.params.max_tokens == 0 else 1
-    if (most := asking.truncate_prompt_tokens) is not None:
-        longest = num_new if asking.params.max_tokens is None else asking.params.max_tokens
+    limit, num_new = served.max_model_len, 0 if parsed.params.max_tokens == 0 else 1
+    if (most := parsed.truncate_prompt_tokens) is not None:
+        longest = num_new if parsed.params.max_tokens is None else parsed.params.max_tokens
         room = None if limit is None else max(1, limit - longest)
-        prompts = [_truncated(prompt, room if most == -1 else most, asking.truncation_side) for prompt in prompts]
+        prompts = [_truncated(prompt, room if most == -1 else most, parsed.truncation_side) for prompt in prompts]
     for place, prompt in enumerate(prompts):
         length = len(prompt["prompt_token_ids"])
         if limit is not None and length + num_new > limit:
             message = f"This model's maximum context length is {limit} tokens, and prompt {place} has {length} tokens,"
             message += " which leaves no room for a new token; shorten the prompt"
             raise ApiError(400, message, "prompt", "context_length_exceeded")
-    if asking.cache_salt is not None:
-        prompts = [{**prompt, "cache_salt": asking.cache_salt} for prompt in prompts]
-    asking = replace(asking, prompts=prompts)
-    if asking.num_texts > settings.max_prompts:
+    if parsed.cache_salt is not None:
+        prompts = [{**prompt, "cache_salt": parsed.cache_salt} for prompt in prompts]
+    parsed = replace(parsed, prompts=prompts)
+    if parsed.num_texts > settings.max_prompts:
         message = (
-            f"the request needs {asking.num_texts} completions (prompts times n), and the limit of this server is "
+            f"the request needs {parsed.num_texts} completions (prompts times n), and the limit of this server is "
         )
         raise ApiError(400, f"{message}{settings.max_prompts}; send fewer prompts or a smaller n", "n")
-    return asking
+    return parsed
 
 
 def _truncated(prompt: dict[str, Any], most: int | None, side: str) -> dict[str, Any]:

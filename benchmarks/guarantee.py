@@ -1,9 +1,9 @@
 """Count the outputs that are bit-identical to plain decoding, for every method, on this machine.
 
-    python benchmarks/promise.py                                       # zoo:tiny, all methods; a quarter of an hour
-    python benchmarks/promise.py --model zoo:smollm2 --dtypes float32 bfloat16 --max-new-tokens 24 --json found.json
-    python benchmarks/promise.py --methods ngram eagle3 --execution eager --top-p 0.6
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/promise.py --methods suffix token_recycling
+    python benchmarks/guarantee.py                                       # zoo:tiny, all methods; a quarter of an hour
+    python benchmarks/guarantee.py --model zoo:smollm2 --dtypes float32 bfloat16 --max-new-tokens 24 --json found.json
+    python benchmarks/guarantee.py --methods ngram eagle3 --execution eager --top-p 0.6
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/guarantee.py --methods suffix token_recycling
 
 A cell of the table is a method, a dtype, a temperature and a batch size. Plain decoding runs every prompt alone. The
 cell has the number of outputs with the bits of plain decoding, log-probabilities included; for the other outputs, the
@@ -126,7 +126,7 @@ class Cell:
     """What one method made of all prompts.
 
     Args:
-      promise: kind, as `foredraft.config.engine.Promise` has it.
+      guarantee: kind, as `foredraft.config.engine.Guarantee` has it.
       num_equal: texts with the bits of plain decoding, of ``num_texts``.
       first_difference: in words; empty where there is none.
       gaps: of tokens that differ from those of plain decoding.
@@ -138,7 +138,7 @@ class Cell:
     dtype: str
     temperature: float
     batch_size: int
-    promise: str
+    guarantee: str
     num_texts: int
     num_equal: int
     first_difference: str
@@ -152,8 +152,8 @@ class Cell:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the promise holds: bits, or no difference but near-ties."""
-        if self.promise != "near-ties":
+        """Whether the guarantee holds: bits, or no difference but near-ties."""
+        if self.guarantee != "up to rounding":
             return self.num_equal == self.num_texts
         return max(self.gaps, default=0.0) <= self.near_tie
 
@@ -179,11 +179,12 @@ class Cell:
         verdict = "kept" if self.is_kept else f"broken: {self.first_difference}"
         verdict += "" if self.is_whole else ", drafts cut"
         drafts = f"{self.num_accepted} of {self.num_drafted}"
-        return f"| {' | '.join([self.label, self.promise, equal, steps, drafts, verdict])} |"
+        return f"| {' | '.join([self.label, self.guarantee, equal, steps, drafts, verdict])} |"
 
 
 HEADER = (
-    "| cell | promise | equal to plain | tokens per step (by relaxed) | accepted | verdict |\n|---|---|---|---|---|---|"
+    "| cell | guarantee | equal to plain | tokens per step (by relaxed) | accepted | verdict |\n"
+    "|---|---|---|---|---|---|"
 )
 
 
@@ -236,7 +237,7 @@ class Study:
             self.dtype,
             params.temperature,
             batch_size,
-            self.llm.promise.kind,
+            self.llm.guarantee.kind,
             len(rows),
             sum(not difference for difference in differences),
             next(filter(None, differences), ""),
@@ -264,7 +265,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
     for dtype in options.dtypes:
         largest = max(options.batch_sizes)
         study = Study(options.model, dtype=dtype, execution=options.execution, max_num_seqs=largest)
-        print(f"{dtype}: {study.llm.promise.describe()}", file=sys.stderr, flush=True)
+        print(f"{dtype}: {study.llm.guarantee.describe()}", file=sys.stderr, flush=True)
         for temperature, method, batch_size in product(options.temperatures, options.methods, options.batch_sizes):
             top_p = options.top_p if temperature else 1.0
             params = SamplingParams(
