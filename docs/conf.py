@@ -67,7 +67,7 @@ PARAMETERS = re.compile(r"<dl>\n((?:<dd>.*</dd>\n)+)</dl>")
 def captioned_pages() -> list[tuple[str, list[str]]]:
     """Captions and pages of the navigation: the tables of docs/index.md, the methods, the reference, development."""
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    tables = re.findall(r"^\*\*(.+)\*\*\n\n((?:\|.*\n)+)", text, re.MULTILINE)
+    tables = re.findall(r"^(?:\*\*|## )(.+?)(?:\*\*)?\n\n(\| page \|.*\n(?:\|.*\n)+)", text, re.MULTILINE)
     found = [
         (caption, [f"docs/{page}" for page in re.findall(r"^\| \[[^]]*\]\((\w+)\.md\)", rows, re.MULTILINE)])
         for caption, rows in tables
