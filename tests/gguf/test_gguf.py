@@ -8,6 +8,8 @@ import random
 import re
 import shutil
 import struct
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from foredraft.gguf.model import check_readable, end_token_ids, llama3_factors
 from foredraft.gguf.tokenizer import merges_by_score, read_tokenizer
 from foredraft.loading.models import load_model, load_tokenizer
 from gguf_files import write_llama
+from quantised_files import assert_close
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 TEXT = "In 1969 I'd 12345 apples,\n\n  don't   you?  déjà vu 東京 🙂  5 <|user|>Hi<|end|>"
@@ -434,18 +437,59 @@ def test_files_that_are_no_whole_model(metadata: dict[str, Any], message: str, t
         LLM(written.path)
 
 
-def test_a_later_part_of_a_model_is_called_that(file: Path) -> None:
-    """It names no architecture: all that belongs to the model is in the first part."""
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.kv_data = [{}]
-    for key, value in {"split.no": 1, "split.count": 3}.items():
-        writer.add_uint16(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(CheckpointError, match="is one of 3 parts of a model"):
-        LLM(file)
+def split(path: Path, folder: Path, sizes: Sequence[int]) -> list[Path]:
+    """A model in several files: all metadata in the first, which may be without tensors, as llama.cpp writes them."""
+    reader, names, files = gguf.GGUFReader(path), iter(gguf.GGUFReader(path).tensors), []
+    for number, size in enumerate(sizes):
+        file = folder / f"m-{number + 1:05}-of-{len(sizes):05}.gguf"
+        writer = gguf.GGUFWriter(file, "llama")
+        if number:
+            writer.kv_data = [{}]
+        else:
+            for field in reader.fields.values():
+                if not field.name.startswith(("GGUF.", "general.architecture")):
+                    writer.add_key_value(field.name, field.contents(), field.types[0], *field.types[1:2])
+        for key, value in {"split.no": number, "split.count": len(sizes)}.items():
+            writer.add_uint16(key, value)
+        for tensor in islice(names, size):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        files.append(file)
+    return files
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 99), (5, 99)])
+def test_a_model_in_several_files_is_one(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """By the name of any of them or of their folder, and with the same weights; a missing or foreign one is named."""
+    whole = write_llama(tmp_path / "whole.gguf", Kind.Q8_0)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    files = split(whole.path, folder, sizes)
+    for name in (files[0], files[-1], folder):
+        assert_close(load_model(name, dtype="float32").model, whole.model)
+    second, third = files[-1], folder / "kept"
+    second.rename(third)
+    with pytest.raises(CheckpointError, match=rf"has {len(sizes)} parts, but .*{second.name} does not exist"):
+        load_model(files[0])
+    shutil.copy(files[0], second)
+    with pytest.raises(CheckpointError, match=rf"{second.name} is not part {len(sizes)} of {len(sizes)}"):
+        load_model(files[0])
+    second.unlink()
+    third.rename(second)
+    data = second.read_bytes()
+    second.write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match=rf"{second.name} ends after \d+ bytes, but its tensors need"):
+        load_model(files[0])
+
+
+def test_a_part_by_another_name_is_told_its_name(tmp_path: Path) -> None:
+    files = split(write_llama(tmp_path / "whole.gguf", Kind.Q8_0).path, tmp_path, (3, 99))
+    other = files[1].rename(tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match=r"is one of 2 parts of a model, .* -00001-of-00002.gguf"):
+        load_model(other)
 
 
 def test_an_architecture_that_is_not_known(file: Path) -> None:

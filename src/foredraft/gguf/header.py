@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,14 @@ class TensorInfo:
       shape: shape with the outermost dimension first, as in torch.
       type_id: number of the type of its elements or blocks.
       offset: byte offset relative to the beginning of the data.
+      part: index of the file that contains it, for a model in several files.
     """
 
     name: str
     shape: tuple[int, ...]
     type_id: int
     offset: int
+    part: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -55,17 +58,18 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a GGUF file.
+    """Header of a GGUF file, or of a model in several files.
 
     Args:
-      path: path of the file.
+      path: path of the file; of the first one of several.
       metadata: values by key.
-      tensors: descriptions of the tensors.
+      tensors: descriptions of the tensors, of all files.
       data_start: byte at which the tensor data begins.
       num_bytes: size of the whole file.
       alignment: alignment of tensors, in bytes.
       entries: byte ranges of the metadata entries in the file, by key.
       tensors_at: byte range of the descriptions of tensors.
+      parts: headers of all files of a model in several files.
     """
 
     path: Path
@@ -76,6 +80,12 @@ class Header:
     alignment: int
     entries: Mapping[str, tuple[int, int]]
     tensors_at: tuple[int, int]
+    parts: tuple[Header, ...] = ()
+
+    @property
+    def files(self) -> tuple[Header, ...]:
+        """The header of each file."""
+        return self.parts or (self,)
 
     @property
     def architecture(self) -> str:
@@ -105,18 +115,81 @@ def is_gguf(file: Path | str) -> bool:
         return False
 
 
-def read_header(file: Path | str) -> Header:
-    """Read and check the header of a file, without its tensors.
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""End of the names of files that llama.cpp splits a model into."""
 
-    Raises: CheckpointError for a file that is not GGUF, is truncated, or has an unsupported version or type.
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all files of a model, given one of them.
+
+    Example:
+        >>> part_names("big-00002-of-00002.gguf")
+        ['big-00001-of-00002.gguf', 'big-00002-of-00002.gguf']
+        >>> part_names("small.gguf")
+        ['small.gguf']
+    """
+    found = _PART.search(name)
+    if found is None:
+        return [name]
+    stem, count = name[: found.start()], int(found[2])
+    return [f"{stem}-{number + 1:05}-of-{found[2]}.gguf" for number in range(count)]
+
+
+def read_header(file: Path | str) -> Header:
+    """Read and check the header of a file, without its tensors; of all files of a model in several.
+
+    Raises: CheckpointError for a file that is not GGUF, is truncated, or has an unsupported version or type, and for a
+      model that lacks a file.
     """
     path = Path(file)
+    first = path.with_name(part_names(path.name)[0])
+    header = _read_file(first if first.exists() else path)
+    if (count := _num_parts(header)) > 1:
+        header = _joined(header, count)
+    _check_kind(header)
+    return header
+
+
+def _num_parts(header: Header) -> int:
+    count = header.metadata.get("split.count", 1)
+    if type(count) is not int or not 0 <= count <= _MOST_PARTS:
+        raise CheckpointError(f"{header.path} is damaged in its header (split.count is {count!r}); download it again")
+    return count
+
+
+_MOST_PARTS = 10_000
+
+
+def _joined(header: Header, count: int) -> Header:
+    """Read the other files of a model, and return one header for all."""
+    names = part_names(header.path.name)
+    if len(names) != count:
+        raise CheckpointError(
+            f"{header.path} is one of {count} parts of a model, which are found by names that end in "
+            f"-00001-of-{count:05}.gguf and so on; give the parts these names in one folder"
+        )
+    parts = []
+    for number, name in enumerate(names):
+        path = header.path.with_name(name)
+        if not path.exists():
+            raise CheckpointError(f"{header.path} has {count} parts, but {path} does not exist; download it as well")
+        part = header if path == header.path else _read_file(path)
+        if (part.metadata.get("split.no", 0), _num_parts(part)) != (number, count):
+            raise CheckpointError(f"{path} is not part {number + 1} of {count} of a model; download the parts again")
+        parts.append(part)
+    tensors = tuple(replace(tensor, part=number) for number, part in enumerate(parts) for tensor in part.tensors)
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise CheckpointError(f"parts of {parts[0].path} contain the same tensors; download the parts again")
+    return replace(parts[0], tensors=tensors, parts=tuple(parts))
+
+
+def _read_file(path: Path) -> Header:
+    """Read the header of one file."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else nullcontext(b"") as data:
                 header = _Reader(data, path).header()
-        _check_kind(header)
     except CheckpointError:
         raise
     except OSError as error:
@@ -225,12 +298,6 @@ class _Reader:
 
 
 def _check_kind(header: Header) -> None:
-    num_parts = int(header.metadata.get("split.count", 1) or 1)
-    if num_parts > 1:
-        raise CheckpointError(
-            f"{header.path} is one of {num_parts} parts of a model, and parts are not supported; join them with "
-            "llama-gguf-split --merge FIRST_PART WHOLE.gguf"
-        )
     if "general.architecture" not in header.metadata:
         raise CheckpointError(f"{header.path} names no architecture (general.architecture), so it is not a model")
     kind = header.metadata.get("general.type", "model")

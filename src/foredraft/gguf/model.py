@@ -65,14 +65,15 @@ def check_readable(header: Header) -> None:
             f"{version('gguf')} cannot dequantise; convert the model to another type, such as Q8_0 or F16"
         )
     check_metadata(header)
-    _check_places(header)
     _check_blocks(header)
-    end = max((_end(tensor) for tensor in header.tensors), default=0) + header.data_start
-    if end > header.num_bytes:
-        raise CheckpointError(
-            f"{header.path} ends after {header.num_bytes} bytes, but its tensors need {end}: it is truncated. Download "
-            "or copy it again"
-        )
+    for file in header.files:
+        _check_places(file)
+        end = max((_end(tensor) for tensor in file.tensors), default=0) + file.data_start
+        if end > file.num_bytes:
+            raise CheckpointError(
+                f"{file.path} ends after {file.num_bytes} bytes, but its tensors need {end}: it is truncated. Download "
+                "or copy it again"
+            )
 
 
 _VOCABULARY = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
@@ -98,15 +99,20 @@ def config_of(header: Header) -> Any:
 
 
 def _write_header(header: Header, file: Path, *, without: Collection[str]) -> None:
-    """Write a GGUF file with the metadata and tensors of another, except for some entries and all contents."""
+    """Write a GGUF file with the metadata and tensors of a model, except for some entries and all contents."""
     kept = [place for key, place in header.entries.items() if key not in without]
-    with header.path.open("rb") as stream, file.open("wb") as made:
-        made.write(stream.read(8) + struct.pack("<QQ", len(header.tensors), len(kept)))
-        for first, last in (*kept, header.tensors_at):
-            stream.seek(first)
-            made.write(stream.read(last - first))
-        start = aligned(made.tell(), header.alignment)
-        made.truncate(start + header.num_bytes - header.data_start)  # takes no space on the disk
+    with file.open("wb") as made:
+        for part in header.files:
+            ranges = [part.tensors_at]
+            with part.path.open("rb") as stream:
+                if not made.tell():
+                    made.write(stream.read(8) + struct.pack("<QQ", len(header.tensors), len(kept)))
+                    ranges = [*kept, part.tensors_at]
+                for first, last in ranges:
+                    stream.seek(first)
+                    made.write(stream.read(last - first))
+        most = max(part.num_bytes - part.data_start for part in header.files)
+        made.truncate(aligned(made.tell(), header.alignment) + most)  # takes no space on the disk
 
 
 @contextmanager
@@ -296,8 +302,9 @@ def _rope_factors(header: Header) -> list[float] | None:
     tensor = next((tensor for tensor in header.tensors if tensor.name == _ROPE_FREQS), None)
     if tensor is None:
         return None
-    with header.path.open("rb") as stream:
-        stream.seek(header.data_start + tensor.offset)
+    file = header.files[tensor.part]
+    with file.path.open("rb") as stream:
+        stream.seek(file.data_start + tensor.offset)
         data = bytearray(stream.read(4 * tensor.num_elements))
     return [float(value) for value in torch.frombuffer(data, dtype=torch.float32)]
 

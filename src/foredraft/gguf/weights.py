@@ -191,14 +191,16 @@ class _Names:
 
 
 class _File:
-    """The tensors of a file, which is mapped into memory."""
+    """The tensors of a model's files, which are mapped into memory."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
-        with header.path.open("rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._data = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._pages = memory.PageReleaser([self._data])
+        self._data = []
+        for file in header.files:
+            with file.path.open("rb") as stream:
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._data.append(torch.frombuffer(mapped, dtype=torch.uint8))
+        self._pages = memory.PageReleaser(self._data)
 
     def raw(self, tensor: TensorInfo) -> torch.Tensor:
         """Return the bytes of a tensor, uint8 (rows, bytes)."""
@@ -206,8 +208,8 @@ class _File:
 
         size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
         count = tensor.shape[-1] // size * num_bytes
-        first = self.header.data_start + tensor.offset
-        return self._data[first : first + tensor.num_elements // size * num_bytes].view(-1, count)
+        first = self.header.files[tensor.part].data_start + tensor.offset
+        return self._data[tensor.part][first : first + tensor.num_elements // size * num_bytes].view(-1, count)
 
     def leave(self, tensor: TensorInfo) -> None:
         """Release the pages of a tensor that will not be read again."""

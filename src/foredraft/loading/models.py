@@ -26,7 +26,7 @@ from foredraft import zoo
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.gguf import model as gguf_model
 from foredraft.gguf.blocks import TYPES
-from foredraft.gguf.header import Header, read_header
+from foredraft.gguf.header import Header, part_names, read_header
 from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.checkpoint_errors import as_checkpoint_error, check_shards
 from foredraft.loading.info import Loaded, model_name
@@ -322,11 +322,14 @@ def _blocks(source: Source, front: Any) -> Header:
 
 def _header(source: Source) -> Header:
     """Read the header of a GGUF file, which is downloaded if it is on the hub."""
-    location = source.location
-    if source.gguf_file is not None:
-        with as_checkpoint_error(source, "GGUF file"):
-            location = cached_file(source.location, source.gguf_file, revision=source.revision or "main")
-    return read_header(location)
+    if source.gguf_file is None:
+        return read_header(source.location)
+    with as_checkpoint_error(source, "GGUF file"):
+        files = [
+            cached_file(source.location, name, revision=source.revision or "main")
+            for name in part_names(source.gguf_file)
+        ]
+    return read_header(files[0])
 
 
 def _config_of(source: Source, header: Header) -> Any:

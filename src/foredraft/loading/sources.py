@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from foredraft import zoo
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.gguf.header import is_gguf
+from foredraft.gguf.header import is_gguf, part_names
 
 logger = logging.getLogger("foredraft")
 
@@ -142,7 +142,9 @@ def _gguf_in(directory: str, name: str, wanted: str | None) -> str | None:
 
 
 def _gguf_files(directory: str) -> list[str]:
-    return sorted(file for file in os.listdir(directory) if file.endswith(".gguf"))
+    """Return the names of GGUF files in a directory; of models in several files, the first one."""
+    files = {part_names(file)[0] for file in os.listdir(directory) if file.endswith(".gguf")}
+    return sorted(files)
 
 
 def _listed(directory: str) -> str:
