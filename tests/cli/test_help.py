@@ -110,7 +110,7 @@ main()
 
 @pytest.mark.parametrize(
     "line",
-    ["generate hello", "chat", "serve", "demo", "info zoo:tiny", "bench", "train eagle3 --out OUT", "trajectory hello",
+    ["generate hello", "chat", "serve", "demo", "info zoo:tiny", "bench", "train eagle3 --own-prompts 4 --out OUT", "trajectory hello",
      "tune", "tune tree --heads x --out OUT", "tune profile --out OUT", "verify", "quantize zoo:tiny OUT"],
 )  # fmt: skip
 def test_something_is_said_before_torch_is_imported(line: str, tmp_path: Any) -> None:

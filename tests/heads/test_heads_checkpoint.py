@@ -96,7 +96,7 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_checkpoint(tmp_path)
         (tmp_path / "config.json").write_text("[]", encoding="utf-8")
-        with pytest.raises(CheckpointError, match="not a JSON object"):
+        with pytest.raises(CheckpointError, match="contains no JSON object"):
             read_checkpoint(tmp_path)
         (tmp_path / "config.json").write_text("{}", encoding="utf-8")
         with pytest.raises(CheckpointError, match="has no weights"):

@@ -271,11 +271,11 @@ def test_stop_strings_inside_blocks_on_real_text_beside_transformers() -> None:
 @pytest.mark.parametrize(
     ("strings", "message"),
     [
-        (["\ud83d"], r"speculate\.stop_strings is not valid Unicode: character 0 is '\\ud83d'"),
-        (5, "speculate.stop_strings is 5; it must be a list"),
-        ([], r"speculate.stop_strings is \[\]; give one string, or several"),
-        (["a", ""], "speculate.stop_strings contains ''"),
-        (["a", 5], "speculate.stop_strings contains 5"),
+        (["\ud83d"], r"stop_strings is not valid Unicode: character 0 is '\\ud83d'"),
+        (5, "stop_strings is 5; it must be a list"),
+        ([], r"stop_strings is \[\]; give one string, or several"),
+        (["a", ""], "stop_strings contains ''"),
+        (["a", 5], "stop_strings contains 5"),
     ],
     ids=repr,
 )
