@@ -12,7 +12,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 FOREDRAFT_TEST_SMOLLM2=$$(ca
 # what a version of transformers can change: logits, masks, caches and features of its modelling code, its generate(),
 # loading, tokenizers, templates, and models that are written for it. The rest runs on the newest alone
 FOLLOW_TRANSFORMERS = tests/test_llm.py tests/hf tests/unit/test_package.py \
-	$(addprefix tests/classic/test_,classic_generate.py classic_modules.py classic_vocabularies.py) \
+	$(addprefix tests/classic/test_,classic_generate.py classic_modules.py) \
 	tests/cli/test_cli_prompts.py tests/drafters/lm/test_draft_chains.py \
 	$(addprefix tests/drafters/,heads/test_eagle_architectures.py selfdraft/test_self_draft.py) \
 	$(addprefix tests/engine/test_,default_device.py features.py identity.py memory_limits.py prompt_logprobs.py) \

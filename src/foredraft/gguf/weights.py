@@ -48,7 +48,7 @@ class Weights:
     @property
     def types(self) -> str:
         """List of the types that stay quantised and of those that are dequantised."""
-        more = f"; dequantised are {_listed(self.dequantised)}" if self.dequantised else ""
+        more = f"; dequantised are {_listed(+self.dequantised)}" if +self.dequantised else ""
         return f"{_listed(self.kept)}{more}"
 
     def codes_by_layer(self, model: nn.Module) -> dict[nn.Module, StoredCodes]:
@@ -81,6 +81,7 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
         name, order, is_turned = names.of(tensor)
         if name is None:  # of another order than that of rows, or without a place in the model
             names.convert(tensor, file.dense(tensor, torch.float32).numpy(), found.state)
+            found.dequantised[type_name(tensor)] += tensor.type_id not in PLAIN
             file.leave(tensor)
             continue
         shape = torch.Size(tensor.shape[::-1] if is_turned else tensor.shape)
