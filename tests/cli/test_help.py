@@ -111,7 +111,8 @@ main()
 @pytest.mark.parametrize(
     "line",
     ["generate hello", "chat", "serve", "demo", "info zoo:tiny", "bench", "trajectory hello",
-     "train eagle3 --own-prompts 4 --out OUT", "tune", "tune tree --heads x --out OUT", "tune profile --out OUT", "verify", "quantize zoo:tiny OUT"],
+     "train eagle3 --own-prompts 4 --out OUT", "tune", "tune tree --heads x --out OUT", "tune profile --out OUT",
+     "verify", "quantize zoo:tiny OUT"],
 )  # fmt: skip
 def test_something_is_said_before_torch_is_imported(line: str, tmp_path: Any) -> None:
     """The screen stayed empty for the seconds in which torch is imported and the model is loaded."""
