@@ -149,3 +149,16 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if is_shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Hide warnings of `transformers`, and restore the user's setting afterwards."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

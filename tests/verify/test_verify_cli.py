@@ -19,11 +19,12 @@ from typer.testing import CliRunner, Result
 from foredraft import LLM, SamplingParams
 from foredraft.cli import app
 from foredraft.errors import ConfigError
+from foredraft.progress import no_warnings
 from foredraft.serve.served import ServedModels
 from foredraft.verify import LLMSubject, ServerSubject, TransformersSubject, verify, verifying
 from foredraft.verify.distributions import reference_distribution
 from foredraft.verify.draws import FEWEST, draw
-from foredraft.verify.generation import generation_config, without_advice
+from foredraft.verify.generation import generation_config
 from serving import running
 
 pytestmark = pytest.mark.usefixtures("_loaded_once")
@@ -78,7 +79,7 @@ def test_generation_of_transformers_is_asked_without_a_word(monkeypatch: pytest.
         (answer,) = subject.generate([[5, 6]], [past])
         assert len(answer.samples[0].token_ids or ()) == 3
     assert said == []
-    with without_advice():
+    with no_warnings():
         assert is_quiet()
     assert min(generation_config(past, [2]).eos_token_id) > 32  # at the cause: others' arms have the same config
 

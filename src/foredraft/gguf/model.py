@@ -12,8 +12,7 @@ import re
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig
-from transformers.utils import logging
 
 from foredraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foredraft.extras import install_command
@@ -31,6 +29,7 @@ from foredraft.gguf.metadata import check_metadata
 from foredraft.gguf.weights import read_weights, type_name
 from foredraft.model.building import build, without_weights
 from foredraft.model.execution.rounding import take_codes
+from foredraft.progress import no_warnings
 
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -113,17 +112,6 @@ def _write_header(header: Header, file: Path, *, without: Collection[str]) -> No
                     made.write(stream.read(last - first))
         most = max(part.num_bytes - part.data_start for part in header.files)
         made.truncate(aligned(made.tell(), header.alignment) + most)  # takes no space on the disk
-
-
-@contextmanager
-def no_warnings() -> Iterator[None]:
-    """Hide warnings of `transformers` inside the block."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import INPUT, PLAIN, Header, TensorInfo
-from foredraft.model.building import released
+from foredraft.model.execution.packing import released
 from foredraft.model.execution.rounding import roundable
 from foredraft.model.execution.sharing import gives_rows
 from foredraft.native import memory

@@ -22,9 +22,9 @@ from foredraft.heads.checkpoint import CONFIG, read_checkpoint, write_checkpoint
 from foredraft.loading.checkpoint_errors import check_layers
 from foredraft.loading.compressed import METHOD, VERSION, parts_of
 from foredraft.loading.layouts import LAYOUTS, check_optional, codes_of, settings_of
-from foredraft.model.building import build, released, without_weights
+from foredraft.model.building import build, without_weights
 from foredraft.model.execution.forwards import replacement
-from foredraft.model.execution.packing import PackedLinear, named_weights
+from foredraft.model.execution.packing import PackedLinear, named_weights, released
 from foredraft.model.execution.rounding import roundable, take_codes
 from foredraft.native.codes import Codes, Kind, QuantLayout, StoredCodes
 

@@ -17,11 +17,6 @@ def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def released(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a NaN of this shape that takes no memory, in place of a weight that is stored elsewhere."""
-    return torch.full((), torch.nan, dtype=dtype).expand(shape)
-
-
 def build(
     kind: type, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[Any, list[str], list[str]]:

@@ -56,8 +56,8 @@ KEPT = ("bias", "scales", "zeros", "scale_halves", "zero_halves")
 """Tensors of a matrix in addition to its numbers."""
 FLOATS = (abi.PAIRS, abi.FLOAT32, abi.BFLOAT16, abi.FLOAT16)
 """Formats of matrices with float numbers."""
-Seen: TypeAlias = Callable[[int, torch.Tensor | Codes], object]
-"""Callback that receives the number of a part and each piece of that part after it was packed."""
+Seen: TypeAlias = Callable[[int, torch.Tensor], object]
+"""Callback that receives the number of a part and each piece of its float weight after it was packed."""
 
 
 class PackedMatrix:
@@ -221,9 +221,9 @@ class CodesMatrix(PackedMatrix):
         parts = [StoredCodes.of(given)] if isinstance(given, Codes) else list(given)
         if len({part.form for part in parts}) > 1:
             read = [part.codes() for part in parts]
-            if seen is not None:
-                for number, (part, codes) in enumerate(zip(parts, read, strict=True)):
-                    seen(number, part.weight if isinstance(part, Unrounded) else codes)
+            for number, part in enumerate(parts):
+                if seen is not None and isinstance(part, Unrounded):
+                    seen(number, part.weight)
             parts, seen = [StoredCodes.of(Codes.joined(read))], None
         form, inputs = parts[0].form, parts[0].shape[1]
         if form.zeros is not None and not form.group:
@@ -267,34 +267,28 @@ class CodesMatrix(PackedMatrix):
         )
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):
-                piece = self._take(kernels, part, first, last, begin + first)
-                if seen is not None and piece is not None:
-                    seen(number, piece)
+                self._take(kernels, part, first, last, begin + first)
+                if seen is not None and isinstance(part, Unrounded):
+                    seen(number, part.weight[first:last])
             if isinstance(part, StoredCodes) and part.blocks is not None:
                 part.blocks.leave()
 
-    def _take(
-        self, kernels: Library, part: Unrounded | StoredCodes, first: int, last: int, output: int
-    ) -> torch.Tensor | Codes | None:
-        """Pack outputs ``first`` to ``last`` of a part at ``output`` in the matrix, and return them as given.
-
-        Blocks of a file are not returned.
-        """
+    def _take(self, kernels: Library, part: Unrounded | StoredCodes, first: int, last: int, output: int) -> None:
+        """Pack outputs ``first`` to ``last`` of a part at ``output`` in the matrix."""
         count, threads = last - first, torch.get_num_threads()
         if isinstance(part, Unrounded):
-            given = part.weight[first:last]
-            rows = given.contiguous()
+            rows = part.weight[first:last].contiguous()
             kind = KINDS.get(rows.dtype)
             if kind is None:
                 rows, kind = rows.float(), abi.FLOAT32
             kernels.round(self.address, rows.data_ptr(), kind, output, count, threads)
-            return given
+            return
         if part.blocks is not None:
             rows, order = part.blocks.rows, part.blocks.order
             rows, order = (rows[first:last], None) if order is None else (rows, order[first:last].contiguous())
             at = None if order is None else order.data_ptr()
             kernels.pack_blocks(self.address, part.blocks.type_id, rows.data_ptr(), at, output, count, threads)
-            return None
+            return
         codes = part.read(first, last)
         numbers = codes.numbers.contiguous()
         kernels.pack_codes(self.address, numbers.data_ptr(), output, count, threads)
@@ -302,7 +296,6 @@ class CodesMatrix(PackedMatrix):
         for kept, each in zip(self._kept[1:], codes.stored(), strict=True):
             if kept is not None and each is not None:
                 kept[place // CODES_BLOCK, :, place % CODES_BLOCK] = each.to(kept.dtype)
-        return codes
 
     @property
     def codes(self) -> Codes:

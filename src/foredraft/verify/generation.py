@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from foredraft.config.sampling import SamplingParams
 
@@ -39,14 +37,3 @@ def generation_config(
         **chosen,
         **(options or {}),
     )
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Silence transformers' warnings about settings that it passes to itself, such as those of an assistant."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -226,12 +226,13 @@ class TransformersSubject(Subject):
     def _sample(self, prompt: Sequence[int], params: SamplingParams, index: int) -> Sample:
         import torch
 
-        from foredraft.verify.generation import generation_config, without_advice
+        from foredraft.progress import no_warnings
+        from foredraft.verify.generation import generation_config
 
         config = generation_config(params, self._eos, self._options)
         torch.manual_seed(mix(params.seed or 0, index) % 2**63)
         ids = torch.tensor([list(prompt)], device=self._model.device)
-        with torch.inference_mode(), without_advice():
+        with torch.inference_mode(), no_warnings():
             found = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

@@ -82,8 +82,9 @@ def _codes_matrix(
         of = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return CodesMatrix(parts, bias, kernels, dtype=of, seen=seen)
     read = [part.codes() for part in parts]
-    for number, (part, codes) in enumerate(zip(parts, read, strict=True)):
-        seen(number, part.weight if isinstance(part, Unrounded) else codes)
+    for number, part in enumerate(parts):
+        if isinstance(part, Unrounded):
+            seen(number, part.weight)
     return DenseMatrix(Codes.joined(read).dense().to(dtype), bias)
 
 
@@ -201,7 +202,7 @@ class PackedProduct:
 
     def sums(self, index: int) -> torch.Tensor:
         """Return sums that identify one layer's weight."""
-        return self.all_sums[index]
+        return self._all_sums()[index]
 
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether these are the tensors that were packed, with the same values.
@@ -214,7 +215,7 @@ class PackedProduct:
         return (
             same
             and self._weight_dtype == tensors[0].dtype
-            and all(map(torch.equal, map(row_sums, tensors), self.all_sums))
+            and all(map(torch.equal, map(row_sums, tensors), self._all_sums()))
         )
 
     @property
@@ -222,14 +223,8 @@ class PackedProduct:
         """Dtype of inputs and outputs."""
         return self._dtype
 
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype of the original weights."""
-        return self._weight_dtype
-
-    @property
-    def all_sums(self) -> list[torch.Tensor]:
-        """`row_sums` of all weights and all biases; if the original weights were freed, sums over the matrix."""
+    def _all_sums(self) -> list[torch.Tensor]:
+        """Return `row_sums` of all weights and all biases; if the original weights were freed, sums over the matrix."""
         if self._sums is None and isinstance(self.matrix, CodesMatrix):
             parts = [row_sums(part.flatten(1)) for name, part in self.matrix.parts.items() if name != "bias"]
             self._sums = [torch.stack(parts).sum(0)] * len(self.layers)
@@ -266,9 +261,9 @@ class PackedProduct:
 
         are_leaving = leaving is not None and all(weight in leaving for weight in self._weights())
 
-        def see(number: int, piece: torch.Tensor | Codes) -> None:
+        def see(number: int, piece: torch.Tensor) -> None:
             """Add up the packed piece while it is in the processor's cache, or free the original."""
-            if isinstance(piece, Codes) or type(self.layers[number]) is Conv1D:
+            if type(self.layers[number]) is Conv1D:
                 return
             if not are_leaving:
                 found[number].append(row_sums(piece))
@@ -380,6 +375,11 @@ def embedding_rows(embedding: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return forward(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
 
 
+def released(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a NaN of this shape that takes no memory, in place of a weight that is stored elsewhere."""
+    return torch.full((), torch.nan, dtype=dtype).expand(shape)
+
+
 def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory.PageReleaser | None = None) -> None:
     """Free the memory of weights; each is replaced by a NaN of its shape.
 
@@ -390,7 +390,7 @@ def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory
     given = []
     for weight in weights:
         given.append(weight.data)
-        weight.data = torch.full((), torch.nan, dtype=dtype).expand(weight.shape)
+        weight.data = released(weight.shape, dtype)
     (leaving or memory.PageReleaser(given)).whole(given)
 
 
