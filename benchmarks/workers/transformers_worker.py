@@ -14,7 +14,8 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from foredraft.bench.trial import Arm, Run, Sampling, rows_of
-from foredraft.verify.generation import generation_config, without_advice
+from foredraft.progress import no_warnings
+from foredraft.verify.generation import generation_config
 
 from .foredraft_worker import decode_with
 from .protocol import (
@@ -107,7 +108,7 @@ class TransformersArm(Arm):
             extra, saved = {"assistant_model": self._assistant}, self._assistant.generation_config
             self._assistant.generation_config = GenerationConfig(**{**saved.to_dict(), **self.assistant_options})
         try:
-            with without_advice():
+            with no_warnings():
                 yield extra
         finally:
             if saved is not None:

@@ -298,14 +298,16 @@ def test_errors_have_the_types_of_the_openai_client(running_server: Running, ser
         keyed = other.client.with_options(api_key="first")
         assert keyed.models.list().data
         with other.http.stream("POST", "/v1/completions", json=AS_MANY_AS_ROWS) as begun:
-            next(begun.iter_lines())
+            lines = begun.iter_lines()  # held: an iterator that is let go closes the connection
+            next(lines)
             with pytest.raises(openai.RateLimitError):
                 keyed.completions.create(model="tiny", prompt="a")
 
 
 def test_a_full_queue_is_told_with_a_time_to_come_again(running_server: Running) -> None:
     with running_server.http.stream("POST", "/v1/completions", json=AS_MANY_AS_ROWS) as begun:
-        next(begun.iter_lines())
+        lines = begun.iter_lines()  # held: an iterator that is let go closes the connection
+        next(lines)
         response = running_server.under(max_queued_requests=0).post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
     assert int(response.headers["retry-after"]) > 0
