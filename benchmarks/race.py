@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -28,7 +29,7 @@ import time
 import venv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Self
@@ -600,6 +601,7 @@ class ArmRow:
       engine: as the user names it.
       counts: False for other weights than the checkpoint's, and for what learns from one request for the next.
       tuned_tokens_per_second: on the prompts on which settings were chosen, and which do not count.
+      first_token_seconds: median over the prompts, from the request to the first token.
       num_busy_threads: processor seconds per second of its runs.
       runs: per prompt, of every run: tokens decoded, seconds of decoding, seconds before.
     """
@@ -613,6 +615,7 @@ class ArmRow:
     counts: bool
     tuned_tokens_per_second: float
     tokens_per_second: float
+    first_token_seconds: float
     num_busy_threads: float
     equality: Equality = field(repr=False)
     runs: tuple[tuple[tuple[int, float, float], ...], ...]
@@ -628,6 +631,9 @@ class ArmRow:
             **facts,
             tuned_tokens_per_second=arm.facts["tuned_tokens_per_second"],
             tokens_per_second=trial.tokens_per_second(arm.name),
+            first_token_seconds=statistics.median(
+                statistics.median(run.first_seconds for run in runs) for runs in trial.runs[arm.name]
+            ),
             num_busy_threads=arm.cpu_seconds / arm.seconds if arm.seconds else 0.0,
             equality=equality,
             runs=tuple(
@@ -714,8 +720,9 @@ class RaceRound:
         yield Text(told, "dim")
         yield table(f"ratios: {title}", _VERDICT_COLUMNS, self.verdicts, is_wide=True)
         yield Text(
-            "ratio: of tokens per second, median of the prompts, and its interval by bootstrap over them; each engine "
-            "with its arm that was fastest on the prompts that do not count",
+            "ratio: of tokens per second (first token: of one by the seconds before it), median of the prompts, and "
+            "its interval by bootstrap over them; each engine with its arm that was fastest on the prompts that do not "
+            "count",
             "dim",
         )
         yield from load_lines(self.other_cpu_share)
@@ -745,6 +752,7 @@ _TEXT_COLUMNS = (
 _SPEED_COLUMNS = (
     Column("arm", _label, is_text=True),
     Column("tok/s", lambda row: figure(row.tokens_per_second, 1)),
+    Column("first token", lambda row: f"{row.first_token_seconds:.2f} s"),
     Column("threads", lambda row: f"{row.num_busy_threads:.1f}"),
     Column("settings", lambda row: f"{row.settings}; {row.numerics}" if row.settings else row.numerics, is_text=True),
 )
@@ -830,14 +838,29 @@ def verdicts(trial: Trial, arms: Sequence[RemoteArm]) -> list[EngineRatio]:
             theirs = best_of(arms, peer, kinds, num_rows, they_count)
             if ours is not None and theirs is not None:
                 title = what if num_rows == 1 else f"{what}, {num_rows} rows"
-                comparison = compare(trial, ours.name, theirs.name)
-                found.append(EngineRatio(title, ours.name, theirs.name, we_count and they_count, comparison))
+                counts = we_count and they_count
+                found.append(EngineRatio(title, ours.name, theirs.name, counts, compare(trial, ours.name, theirs.name)))
+                if kinds == (PLAIN,):
+                    comparison = compare(_of_first_tokens(trial), ours.name, theirs.name)
+                    found.append(EngineRatio(f"first token, {title}", ours.name, theirs.name, counts, comparison))
     for name, num_rows in product((OWN, *peers), sizes):
         batch, alone = best_of(arms, name, (PLAIN,), num_rows, True), best_of(arms, name, (PLAIN,), 1, True)
         if num_rows > 1 and batch is not None and alone is not None:
             comparison = compare(trial, batch.name, alone.name)
             found.append(EngineRatio(f"{num_rows} rows by one", batch.name, alone.name, True, comparison))
     return found
+
+
+def _of_first_tokens(trial: Trial) -> Trial:
+    """The trial as if the first token were all that was decoded."""
+    runs = {
+        arm: [
+            [replace(run, num_first=len(run.token_ids) - 1, decode_seconds=run.first_seconds) for run in some]
+            for some in prompts
+        ]
+        for arm, prompts in trial.runs.items()
+    }
+    return replace(trial, runs=runs)
 
 
 # -- the race ----------------------------------------------------------------------------------------------------------
