@@ -163,3 +163,13 @@ def error_with_type(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """Return the text of an error for the result of a row. Errors of other libraries include their type."""
     return shortened_message(str(error)) if isinstance(error, ForedraftError) else error_with_type(error)
+
+
+def error_in_words(error: BaseException, most_characters: int = 300) -> str:
+    """Return the message of an error of another library on one line.
+
+    The type comes first only if the message is not a sentence: the message of a KeyError, for example, is a key.
+    """
+    message = " ".join(str(error).split())
+    is_sentence = " " in message and not isinstance(error, LookupError)
+    return (message if is_sentence else f"{type(error).__name__}: {message}")[:most_characters]

@@ -39,6 +39,7 @@ from foredraft.loading.adapters import Adapter, shared_adapter
 from foredraft.loading.models import load_tokenizer
 from foredraft.loading.pairing import Drafting
 from foredraft.model.dtypes import check_kv_cache_dtype
+from foredraft.model.execution.execution import check_kind
 from foredraft.model.execution.rounding import check_quantization
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_unwrapped
@@ -68,18 +69,20 @@ def speculate(
       tokenizer: tokenizer of the target, for stop strings and to check that a draft model has the same tokenizer.
       stop_strings: strings that end a row at the token that completes one. ``generate`` cannot pass its own to a
         callable.
-      execution: "auto", "eager", "packed" or "compiled".
+      execution: "auto", "eager", "packed" or "compiled". "compiled" needs a CPU and a C++ compiler. The first call
+        compiles the decoder layers, which takes about ten seconds; later processes read them from the disk.
       quantization: "int8" or "int4": decode with linear layers rounded to 8 or 4 bits. The model keeps its weights.
       kv_cache_dtype: "bfloat16" or "int8": round keys and values when they are written to the cache.
       speculative_config: further keys of the method; see `SpeculativeConfig`.
 
-    Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
+    Raises: ConfigError for an unknown key or execution, a value out of range, or stop strings without a tokenizer.
 
     Exactness: without sampling, the sequences of plain ``generate``; with sampling, its distribution. Under the default
       ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``
       or ``kv_cache_dtype``, this guarantee is relative to the rounded model.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
+    check_kind(execution)
     check_quantization(quantization)
     check_kv_cache_dtype(kv_cache_dtype)
     return Speculation(

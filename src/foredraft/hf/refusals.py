@@ -22,7 +22,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from foredraft.errors import ConfigError, UnsupportedModelError
-from foredraft.model.support import CACHE_ARGUMENTS
+from foredraft.model.support import CACHE_ARGUMENTS, model_name
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 _MAX_FRAMES = 16  # limit on wrapper functions between ``generate`` and the callable
@@ -131,7 +131,7 @@ def check_model(model: PreTrainedModel) -> None:
     prepare = vars(model).get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise UnsupportedModelError(
-            f"prepare_inputs_for_generation of this {type(model).__name__} was replaced (prompt tuning and prefix "
+            f"prepare_inputs_for_generation of {model_name(model)} was replaced (prompt tuning and prefix "
             "tuning do so to put virtual tokens before the text), but drafts are verified without it; call generate "
             "without custom_generate"
         )
@@ -145,7 +145,7 @@ def check_model(model: PreTrainedModel) -> None:
                 )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder model, and foredraft decodes only causal language models; "
+            f"{model_name(model)} is an encoder-decoder model, and foredraft decodes only causal language models; "
             "call generate without custom_generate"
         )
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foredraft import forking
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.devices import makes_on_cpu
-from foredraft.loading.info import Loaded, model_name
+from foredraft.loading.info import Loaded
 from foredraft.loading.pairing import Drafting, Pairing
 from foredraft.model.lm import CausalLM
+from foredraft.model.support import model_name
 
 MAX_DRAFTINGS = 4
 """Limit on drafting methods kept loaded per model. A draft model that was loaded by name stays in its entry."""

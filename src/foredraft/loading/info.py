@@ -19,6 +19,7 @@ from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.errors import ConfigError, error_text
 from foredraft.model.lm import CausalLM
+from foredraft.model.support import model_name
 from foredraft.native.threads import threads_note
 
 LARGEST_BITS = 12
@@ -244,12 +245,6 @@ def name_of(dtype: torch.dtype | None) -> str | None:
 def count(number: int) -> str:
     """Return a number of parameters in a readable form: 134,515,008 -> ``134.5 M``."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
-
-
-def model_name(model: PreTrainedModel) -> str:
-    """Return the name of a loaded model for messages."""
-    path = str(getattr(model, "name_or_path", "") or "")
-    return f"{type(model).__name__} ({path})" if path else type(model).__name__
 
 
 AUTO, NONE = "auto", "none"

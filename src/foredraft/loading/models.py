@@ -29,7 +29,7 @@ from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import Header, part_names, read_header
 from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.checkpoint_errors import as_checkpoint_error, check_shards
-from foredraft.loading.info import Loaded, model_name
+from foredraft.loading.info import Loaded
 from foredraft.loading.layouts import LAYOUTS, method_of, settings_of
 from foredraft.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foredraft.loading.stored import load_codes
@@ -38,7 +38,7 @@ from foredraft.model.building import without_weights
 from foredraft.model.dtypes import choose_dtype, stored_dtype
 from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights, quantize_weights
 from foredraft.model.lm import CausalLM
-from foredraft.model.support import check_unwrapped
+from foredraft.model.support import check_unwrapped, model_name
 from foredraft.native.library import KINDS, library
 from foredraft.native.threads import keep_to_quota
 from foredraft.progress import no_progress_bars

@@ -84,14 +84,14 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def other_products(model: nn.Module) -> str:
-    """Return the class of a module with a matrix that is neither a linear layer nor an embedding, such as experts;
+    """Return the path of a module with a matrix that is neither a linear layer nor an embedding, such as experts;
     empty if there is none.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             continue
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)) and not _is_norm(module):
-            return type(module).__name__
+            return path
     return ""
 
 

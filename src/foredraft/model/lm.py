@@ -40,6 +40,7 @@ from foredraft.model.support import (
     fit_vocabulary,
     layer_types,
     longrope_border,
+    model_name,
     shares_keys,
 )
 
@@ -108,7 +109,7 @@ class CausalLM:
         self._probes: dict[Any, Probe] = {}  # by structure of the model
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
-        self.name = type(model).__name__
+        self.name = model_name(model)
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
         self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]

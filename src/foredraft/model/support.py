@@ -42,14 +42,19 @@ def check_unwrapped(model: nn.Module) -> PreTrainedModel:
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             raise UnsupportedModelError(
-                f"the model is a {kind} around a {type(module).__name__}; foredraft needs the transformers model "
-                f"itself, so pass the inner one: model.{path}. Adapter layers inside it are kept, and switching them "
-                "works. Changes that the wrapper makes to the inputs, such as the virtual tokens of prompt tuning, "
-                "are lost"
+                f"the model is a {kind} around {model_name(module)}; foredraft needs the transformers model itself, so "
+                f"pass the inner one: model.{path}. Adapter layers inside it are kept, and switching them works. "
+                "Changes that the wrapper makes to the inputs, such as the virtual tokens of prompt tuning, are lost"
             )
     raise UnsupportedModelError(
         f"the model is a {kind}, which contains no supported transformers model; load one with AutoModelForCausalLM"
     )
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """Return the name of a model for messages: its path or hub id, else its type ("the llama model")."""
+    path = str(getattr(model, "name_or_path", "") or "")
+    return path or f"the {model.config.model_type} model"
 
 
 def take_out_compilation(model: nn.Module) -> None:
@@ -83,7 +88,7 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
     Raises: UnsupportedModelError, UnsupportedStateError; the message names the reason.
     """
     model = check_unwrapped(given)
-    name = type(model).__name__
+    name = model_name(model)
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; foredraft decodes causal language models.")
@@ -127,8 +132,8 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
             continue
         if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedStateError(
-                f"layer {index} of {name} keeps {kind.__name__} state, which cannot be rolled back exactly "
-                "after a rejected draft. Models with attention layers only are supported."
+                f"layer {index} of {name} keeps a recurrent, convolutional or compressed state, which cannot be "
+                "rolled back exactly after a rejected draft. Models with attention layers only are supported."
             )
     unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
     if unknown:

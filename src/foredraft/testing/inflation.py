@@ -72,8 +72,8 @@ def inflate(
     if type(model) not in _SUPPORTED:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED)
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be inflated: foredraft does not know how its output depends on its width. "
-            f"Use {known}."
+            f"a model of type {model.config.model_type} cannot be inflated: foredraft does not know how its output "
+            f"depends on its width. Use {known}."
         )
     config = _bigger_config(model.config, hidden_size, intermediate_size, num_layers, vocab_size)
     spare = _spare_channel(model.config, config)

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.errors import CheckpointError, ForedraftError
+from foredraft.errors import CheckpointError, ForedraftError, error_in_words
 from foredraft.folders import (
     CACHE_VARIABLE,
     cache_folder,
@@ -251,8 +251,8 @@ def _convert(manifest: Manifest, folder: Path) -> None:
         raise
     except Exception as error:  # such as a full disk, or a transformers that reads GGUF differently
         raise CheckpointError(
-            f"zoo:{manifest.name} could not be converted into {folder.parent} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}); check the space there, or try another version than transformers "
+            f"zoo:{manifest.name} could not be converted into {folder.parent} ({error_in_words(error)}); "
+            "check the space there, or try another version than transformers "
             f"{transformers.__version__}"
         ) from error
     found = weights_digest(folder / WEIGHTS)

@@ -66,10 +66,11 @@ class SwiftDrafter(SelfDrafter):
             self._layers = SkippableLayers(variant.layers, lambda: run_once(variant), variant.changed)
 
         variant = target.variant("some sublayers left out", edit)
-        self._use(self.search.best)
+        self.use(self.search.best)
         return variant
 
-    def _use(self, layer_set: LayerSet) -> None:
+    def use(self, layer_set: LayerSet) -> None:
+        """Draft with the target without these sublayers."""
         self.layer_set = layer_set
         self._layers.leave_out(layer_set.attention, layer_set.mlp)
 
@@ -87,16 +88,16 @@ class SwiftDrafter(SelfDrafter):
 
         def score_again(layer_set: LayerSet) -> float:
             self._layers.leave_out(layer_set.attention, layer_set.mlp)
-            return self._score(row, self._cache, row.slot)
+            return self.score(row, self._cache, row.slot)
 
         candidate = search.candidate()
         self._layers.leave_out(candidate.attention, candidate.mlp)
         try:
-            search.tell(self._score(row, self._cache, row.slot), score_again)
+            search.tell(self.score(row, self._cache, row.slot), score_again)
         finally:
-            self._use(search.best)
+            self.use(search.best)
 
-    def _score(self, row: Row, cache: KVCache, slot: int) -> float:
+    def score(self, row: Row, cache: KVCache, slot: int) -> float:
         """Return the share of the latest tokens that the variant would have drafted, each after the true tokens.
 
         Of 40 tokens, the last one pending, and 32 scored: columns 7..38 are overwritten by tokens 7..38, whose

@@ -37,6 +37,7 @@ from foredraft.model.execution.sharing import (
     tied_embedding,
 )
 from foredraft.model.independence import has_plain_weight
+from foredraft.model.support import model_name
 from foredraft.native.codes import Kind, StoredCodes, Unrounded
 from foredraft.native.packed_matmul import CodesMatrix
 
@@ -113,7 +114,7 @@ def quantize_weights(
     layers = list(roundable(model))
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
         raise ConfigError(
-            f"quantization is {name!r}, but {type(model).__name__} has no linear layer with floating-point weights to "
+            f"quantization is {name!r}, but {model_name(model)} has no linear layer with floating-point weights to "
             "round; leave the option out"
         )
     known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
@@ -271,7 +272,7 @@ def quantizable(model: PreTrainedModel, group_size: int, *, with_head: bool = Fa
     layers = [layer for layer in _linears(model) if layer is not head and _num_inputs(layer) % group_size == 0]
     if not layers:
         raise ConfigError(
-            f"no linear layer of {type(model).__name__} has a number of inputs divisible by {group_size}; try a "
+            f"no linear layer of {model_name(model)} has a number of inputs divisible by {group_size}; try a "
             "smaller quantization_group_size, or another method"
         )
     return layers
