@@ -65,7 +65,7 @@ COMPARED = {"plain": (PLAIN,), "best without a second model": (PLAIN, LOOKUP), "
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap in logits at which two float32 computations may choose differently."""
 
-_SETTLING_SECONDS = 0.02  # between two requests, so that threads of the worker before have gone to sleep
+SETTLING_SECONDS = 0.02  # between two requests, so that threads of the worker before have gone to sleep
 _PATIENCE_SECONDS = 5.0  # with a worker whose input has ended
 _WORTH_TIMING = 0.5  # of the budget: answers shorter than that are left out
 _BUSY = 0.05  # share of a processor that a waiting engine may use before it is told
@@ -354,7 +354,7 @@ def export(model: str, draft_model: str | None, scale: str) -> Exported:
     parts = [model, *([] if draft_model is None else [draft_model])]
     if any(map(_is_gguf, parts)) and not (all(map(_is_gguf, parts)) and sizes(scale) is None):
         raise ConfigError("a GGUF file races as it is: without --scale, and with a GGUF file as --draft-model")
-    folder = cache_folder("peers", "models", _name(model, draft_model, scale))
+    folder = cache_folder("peers", "models", folder_name(model, draft_model, scale))
     facts = folder / "facts.json"
     if not facts.exists():
         say(f"exporting {model} to {folder}")
@@ -411,7 +411,7 @@ def _write(model: str, draft_model: str | None, scale: str, out: Path) -> None:
     (out / "facts.json").write_text(json.dumps(facts), encoding="utf-8")  # last: its presence says that all is there
 
 
-def _name(model: str, draft_model: str | None, scale: str) -> str:
+def folder_name(model: str, draft_model: str | None, scale: str) -> str:
     """Readable, and another one for other files under the same name."""
     parts = [model, *([] if draft_model is None else [draft_model]), scale]
     readable = re.sub(r"[^\w.-]+", "-", " ".join(Path(part).name for part in parts)).strip("-")
@@ -483,7 +483,7 @@ class Worker:
         self._log = log
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         with log.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*launch.command(), "--threads", str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -508,23 +508,23 @@ class Worker:
 
     def close(self) -> None:
         """The end of its input ends it; if that does not help, it is killed."""
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()
         try:
-            self._process.wait(timeout=_PATIENCE_SECONDS)
+            self.process.wait(timeout=_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, one answer.
 
         Raises: WorkerError.
         """
-        time.sleep(_SETTLING_SECONDS)
+        time.sleep(SETTLING_SECONDS)
         started = time.perf_counter()
-        stdin = self._process.stdin
+        stdin = self.process.stdin
         assert stdin is not None
         try:
             stdin.write(json.dumps(request) + "\n")
@@ -537,11 +537,11 @@ class Worker:
         return found
 
     def _answer(self) -> dict[str, Any]:
-        stdout = self._process.stdout
+        stdout = self.process.stdout
         assert stdout is not None
         line = stdout.readline()
         if not line:
-            code = self._process.wait()
+            code = self.process.wait()
             raise WorkerError(f"the worker of {self.launch.name} ended (exit code {code}); its log is {self._log}")
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
@@ -562,7 +562,7 @@ class Worker:
 
     def cpu_seconds(self) -> float:
         """Of the process and those that it started, whoever asked; 0 where the system does not report it."""
-        return cpu_seconds_of(process_ids(self._process.pid))
+        return cpu_seconds_of(process_ids(self.process.pid))
 
 
 class RemoteArm(Arm):
@@ -895,7 +895,7 @@ class Race:
         self._rounds: list[RaceRound] = []
         self._gaps: dict[tuple[object, ...], float] = {}
         self._stack = ExitStack()
-        self._workers: list[Worker] = []
+        self.workers: list[Worker] = []
         try:
             self._start(launches, exported.folder / "logs")
         except BaseException:
@@ -913,11 +913,11 @@ class Race:
                     raise
                 self._missing[launch.name] = str(error)
                 continue
-            self._workers.append(self._stack.enter_context(worker))
+            self.workers.append(self._stack.enter_context(worker))
         self._check_company()
 
     def _check_company(self) -> None:
-        if len(self._workers) < 2:
+        if len(self.workers) < 2:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._missing.items())
             raise ConfigError(f"no other engine takes part ({reasons}), so there is nothing to compare with")
 
@@ -932,7 +932,7 @@ class Race:
     def answer(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """This library's greedy answer to a prompt, to the end of the text or the budget."""
         length = self._options.max_new_tokens
-        return tuple(self._workers[0].ask(verb="answer", prompt=list(ids), max_new_tokens=length)["token_ids"])
+        return tuple(self.workers[0].ask(verb="answer", prompt=list(ids), max_new_tokens=length)["token_ids"])
 
     def _choose(self, prompts: Iterator[BenchPrompt]) -> None:
         """The first prompts whose answers are long enough count; the next ones are for tuning.
@@ -980,7 +980,7 @@ class Race:
     def _enter(self) -> None:
         """An engine that breaks off takes no further part, nor does a way to decode none of whose settings works."""
         tuning = [prompt.token_ids for prompt in self._tuning]
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             say(f"choosing settings: {worker.launch.label}")
             try:
                 worker.enter(tuning, self._options.max_new_tokens)
@@ -988,18 +988,18 @@ class Race:
                 if worker.launch.name == OWN:
                     raise
                 self._missing[worker.launch.name] = str(error)
-                self._workers.remove(worker)
+                self.workers.remove(worker)
                 continue
             self._missing |= {f"{worker.launch.label} {name}": reason for name, reason in worker.failed.items()}
         self._check_company()
 
     def _round(self, size: int, on_prompt: Callable[[RaceOutcome], None]) -> RaceRound:
-        arms = [arm for worker in self._workers for arm in worker.arms if arm.num_rows in (1, size)]
+        arms = [arm for worker in self.workers for arm in worker.arms if arm.num_rows in (1, size)]
         for arm in arms:
             arm.cpu_seconds = arm.seconds = 0.0
         items = self._counting if size == 1 else in_groups(self._counting, size)
         title = f"one row, {len(items)} prompts" if size == 1 else f"{size} rows, {len(items)} groups"
-        before = [(worker.cpu_seconds(), worker.busy_cpu_seconds, worker.busy_seconds) for worker in self._workers]
+        before = [(worker.cpu_seconds(), worker.busy_cpu_seconds, worker.busy_seconds) for worker in self.workers]
         started, options = time.perf_counter(), self._options
 
         def found_by(trial: Trial, is_complete: bool) -> RaceRound:
@@ -1028,11 +1028,11 @@ class Race:
 
     def _own_cpu_seconds(self) -> float:
         """Of the driver and all workers."""
-        return time.process_time() + sum(worker.cpu_seconds() for worker in self._workers)
+        return time.process_time() + sum(worker.cpu_seconds() for worker in self.workers)
 
     def _idle_shares(self, before: Sequence[tuple[float, float, float]], wall: float) -> dict[str, float]:
         shares = {}
-        for worker, (cpu, busy_cpu, busy) in zip(self._workers, before, strict=True):
+        for worker, (cpu, busy_cpu, busy) in zip(self.workers, before, strict=True):
             idle_cpu = worker.cpu_seconds() - cpu - (worker.busy_cpu_seconds - busy_cpu)
             idle = wall - (worker.busy_seconds - busy)
             shares[worker.launch.name] = max(0.0, idle_cpu) / idle if idle > 0 else 0.0
@@ -1042,7 +1042,7 @@ class Race:
 
     def _reference(self, size: int) -> str:
         """This library's plain decoding of as many rows."""
-        arms = self._workers[0].arms
+        arms = self.workers[0].arms
         return next(arm.name for arm in arms if arm.facts["kind"] == PLAIN and arm.num_rows == size)
 
     def _gap(self, ids: Sequence[int], output: Sequence[int], one: int, other: int) -> float:
@@ -1050,7 +1050,7 @@ class Race:
         key = tuple(ids), tuple(output), one, other
         if key not in self._gaps:
             request = {"prompt": list(ids), "output": list(output), "one": one, "other": other}
-            self._gaps[key] = self._workers[0].ask(verb="gap", **request)["gap"]
+            self._gaps[key] = self.workers[0].ask(verb="gap", **request)["gap"]
         return self._gaps[key]
 
     def _is_wrong(self, arm: RemoteArm, found: Equality) -> bool:
@@ -1061,7 +1061,7 @@ class Race:
             return True
         if self._dtype != "float32" or engine not in (OWN, "transformers"):
             return False
-        if engine == OWN and arm.facts["numerics"] != self._workers[0].arms[0].facts["numerics"]:
+        if engine == OWN and arm.facts["numerics"] != self.workers[0].arms[0].facts["numerics"]:
             return False  # it has other weights
         return not (found.is_repeatable and found.passes(MAX_FLOAT32_GAP))
 
@@ -1070,14 +1070,14 @@ class Race:
         return RaceOutcome(
             models=self._exported.models,
             dtype=self._dtype,
-            engines={worker.launch.name: worker.engine for worker in self._workers},
-            plain_peak_bytes={worker.launch.name: worker.plain_peak_bytes for worker in self._workers},
-            load_seconds={worker.launch.name: worker.load_seconds for worker in self._workers},
+            engines={worker.launch.name: worker.engine for worker in self.workers},
+            plain_peak_bytes={worker.launch.name: worker.plain_peak_bytes for worker in self.workers},
+            load_seconds={worker.launch.name: worker.load_seconds for worker in self.workers},
             missing=dict(self._missing),
             prompts=tuple(prompt.name for prompt in self._counting),
             tuning_prompts=tuple(prompt.name for prompt in self._tuning),
             skipped=tuple(self._skipped),
-            tried={arm.name: arm.facts["tried"] for worker in self._workers for arm in worker.arms},
+            tried={arm.name: arm.facts["tried"] for worker in self.workers for arm in worker.arms},
             rounds=(*self._rounds, *([unfinished] if unfinished is not None else [])),
         )
 

@@ -130,7 +130,7 @@ class Track:
 
 @pytest.fixture
 def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
-    monkeypatch.setattr(racing, "_SETTLING_SECONDS", 0.0)  # nothing computes here
+    monkeypatch.setattr(racing, "SETTLING_SECONDS", 0.0)  # nothing computes here
     return Track(tmp_path)
 
 
@@ -161,7 +161,7 @@ def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> Non
     peer = [entry("plain", slow=0.01), entry("lookup", LOOKUP, slow=0.004, departs_at=3)]
     known: list[RaceOutcome] = []
     with track.race([track.launch("foredraft", OWN), track.launch("other", peer)]) as race:
-        processes = [worker._process for worker in race._workers]
+        processes = [worker.process for worker in race.workers]
         outcome = race.run(prompts(), known.append)
         assert all(process.poll() is None for process in processes)
     assert [process.poll() for process in processes] == [0, 0]

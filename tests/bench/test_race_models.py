@@ -52,7 +52,7 @@ def test_a_pair_is_written_once_with_the_weights_of_the_model(cache: Path, monke
         assert all(torch.equal(written[name], original[name]) for name in original)
     assert export("zoo:tiny", None, "none") == found
     assert len(said) == 1
-    assert racing._name("zoo:tiny", None, "100m") != found.folder.name
+    assert racing.folder_name("zoo:tiny", None, "100m") != found.folder.name
 
 
 def test_a_gguf_file_is_linked_with_what_others_read_beside_it(cache: Path, tmp_path: Path) -> None:

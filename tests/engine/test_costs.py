@@ -117,7 +117,7 @@ def kept(curve: str) -> str:
 def signed(text: str) -> str:
     """A file with this content and the digest that belongs to it."""
     content = json.loads(text)
-    return json.dumps({**content, "digest": costs._digest(content)})
+    return json.dumps({**content, "digest": costs.digest_of(content)})
 
 
 @pytest.mark.usefixtures("_steady")

@@ -24,7 +24,7 @@ from transformers import (
 from foredraft import LLM, SamplingParams, zoo
 from foredraft.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
 from foredraft.loading.info import eos_token_ids
-from foredraft.loading.models import _is_on, choose_device, load_model, load_tokenizer
+from foredraft.loading.models import choose_device, load_model, load_tokenizer
 from foredraft.loading.pairing import check_same_tokenizer, check_vocab_sizes
 from foredraft.loading.sources import resolve
 from foredraft.model.dtypes import choose_dtype
@@ -320,7 +320,7 @@ def test_bfloat16_is_kept_where_kernels_of_the_library_multiply_all_weights(
 )
 def test_a_loaded_model_is_where_it_is_wanted_or_not(own: str, wanted: str, is_on: bool) -> None:
     """One on the first GPU was taken for one on the second."""
-    assert _is_on(torch.device(own), torch.device(wanted)) == is_on
+    assert is_on(torch.device(own), torch.device(wanted)) == is_on
 
 
 @pytest.mark.parametrize("names_dtype", [True, False], ids=["config", "weights"])

@@ -109,7 +109,7 @@ class TorchNoise:
         self, sampler: ProcessorSampler, target_probs: Callable[[int], Tensor], *, is_adjusted: bool = True
     ) -> None:
         self._sampler = sampler
-        self._target_probs = target_probs
+        self.target_probs = target_probs
         self._is_adjusted = is_adjusted
         self.uniforms: list[float] = []
 
@@ -118,7 +118,7 @@ class TorchNoise:
         return self.uniforms[-1]
 
     def draw(self, depth: int, probs: Tensor) -> int:
-        target = self._target_probs(depth)  # drafts are chains, so node and depth are the same number
+        target = self.target_probs(depth)  # drafts are chains, so node and depth are the same number
         return self._sampler.sample(probs.to(target.dtype) if self._is_adjusted else target)
 
 

@@ -198,7 +198,7 @@ class StepCosts:
         """
         content = json.loads(json.dumps({"facts": facts, **asdict(self)}))  # as it will be read: keys become strings
         try:
-            keep_json(_file_of(facts), {**content, "digest": _digest(content)})
+            keep_json(_file_of(facts), {**content, "digest": digest_of(content)})
         except OSError as error:
             logger.debug("costs are not stored in %s: %s", _file_of(facts), error)
 
@@ -207,7 +207,7 @@ class StepCosts:
         """Load the costs stored by an earlier process; None if there are none, or if the file is damaged."""
         try:
             read = json.loads(_file_of(facts).read_text(encoding="utf-8"))
-            if read.pop("digest") != _digest(read):
+            if read.pop("digest") != digest_of(read):
                 return None
             return cls(
                 tuple(map(CostCurve.read, read["curves"])),
@@ -342,7 +342,7 @@ def facts_of(target: CausalLM) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "layers": getattr(model.config.get_text_config(), "num_hidden_layers", 0),
-        "shapes": _digest(shapes),
+        "shapes": digest_of(shapes),
         "dtype": str(target.dtype),
         "execution": target.execution.kind,
         "device": _device(str(target.device)),
@@ -366,10 +366,11 @@ def _versions() -> list[str]:
     return [foredraft.__version__, torch.__version__, transformers.__version__]
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """Short digest of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def _file_of(facts: Mapping[str, Any]) -> Path:
     """Path of the stored measurements for these facts."""
-    return cache_folder("costs", f"{_digest(facts)}.json")
+    return cache_folder("costs", f"{digest_of(facts)}.json")

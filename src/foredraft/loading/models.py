@@ -213,13 +213,13 @@ def _check_kept(
         raise ConfigError(
             f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; convert it with model.to(...)"
         )
-    if device not in (None, "auto") and not _is_on(model.device, choose_device(device)):
+    if device not in (None, "auto") and not is_on(model.device, choose_device(device)):
         raise ConfigError(
             f"device is {device!r}, but the loaded model is on {model.device}; move it with model.to(...)"
         )
 
 
-def _is_on(own: torch.device, wanted: torch.device) -> bool:
+def is_on(own: torch.device, wanted: torch.device) -> bool:
     """Whether a model is on the given device. A device without an index matches any of its type."""
     return own.type == wanted.type and wanted.index in (None, own.index)
 

@@ -19,7 +19,7 @@ PIECE_CHARACTERS = 1 << 19
 """Length of the longest text that is tokenised at once. It bounds the memory for reading."""
 
 _BATCH_CHARACTERS = 1 << 20
-_BATCH_PIECES = 1024
+BATCH_PIECES = 1024
 
 _MARKUP = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".log"}
 _CODE = {
@@ -204,7 +204,7 @@ def batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_PIECES:
+        if size >= _BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
             yield batch
             batch, size = [], 0
     if batch:

@@ -178,7 +178,7 @@ class DraftModelRecipe(Recipe):
     def _output(self) -> Tensor:
         """Output layer (V_d, H): rows of the drafter's own embedding, or of the target's output layer."""
         own = self._model.embedding
-        return self._kept if own is None else self._vocabulary.rows_of_layer(own)
+        return self._kept if own is None else self.vocabulary.rows_of_layer(own)
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return a whole model in transformers' layout, with the target's embeddings if it has none of its own."""
@@ -188,6 +188,6 @@ class DraftModelRecipe(Recipe):
         if not model.config.tie_word_embeddings:
             tensors["lm_head.weight"] = self._target.output
         config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-        if not self._vocabulary.is_full:
-            config["draft_vocabulary"] = self._vocabulary.target_ids.tolist()
+        if not self.vocabulary.is_full:
+            config["draft_vocabulary"] = self.vocabulary.target_ids.tolist()
         return config, {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}

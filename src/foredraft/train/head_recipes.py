@@ -42,7 +42,7 @@ class MedusaRecipe(Recipe):
         found = []
         for head, (places, tokens) in enumerate(zip(texts.places, texts.tokens, strict=True)):
             output = self._heads.lm_heads[head] if self._heads.lm_heads else self._said
-            labels = self._vocabulary.rows_of(tokens)
+            labels = self.vocabulary.rows_of(tokens)
             found.append(hard(output(self._heads.state(head, hidden[places])), labels))
         return found
 
@@ -72,14 +72,14 @@ class HydraRecipe(Recipe):
     def __init__(self, heads: HydraHeads, target: TargetParts, noise: float = 0.0) -> None:
         vocabulary = heads.vocabulary or DraftVocabulary.full(target.vocab_size)
         super().__init__(heads, target, vocabulary, (1.0,) * heads.num_heads)
-        self._heads, self._noise = heads, noise
+        self._heads, self.noise = heads, noise
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         last = streams[self._target.num_layers]
         contexts = self._heads.contexts(last.to(self._heads.dtype))
         embedded = self._target.embedded(texts.token_ids, self._heads.dtype)
-        if self._noise:
-            noise = texts.noise(embedded, self._noise / (texts.lengths * embedded.shape[-1]).sqrt())
+        if self.noise:
+            noise = texts.noise(embedded, self.noise / (texts.lengths * embedded.shape[-1]).sqrt())
             embedded = embedded + noise
             contexts = contexts if self._heads.shape.prefix is not None else contexts + noise
         read, states = [texts.after(contexts)], []
@@ -164,11 +164,11 @@ class EagleRecipe(_EagleRecipe):
         self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, noise: float = 0.1, weight: float = 0.1
     ) -> None:
         super().__init__(head, target, vocabulary, (1.0, weight), 1)
-        self._noise = noise
+        self.noise = noise
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         given = self._streams(streams)
-        noise = texts.noise(given, self._noise * 512 / texts.lengths)
+        noise = texts.noise(given, self.noise * 512 / texts.lengths)
         embedded = self._target.embedded(texts.token_ids, self.head.dtype)
         (outputs,) = unrolled(self.head, given + noise, embedded, texts.entries, 1)
         outputs, wanted = outputs[texts.places[0]], texts.after(given, 1)[texts.places[0]]

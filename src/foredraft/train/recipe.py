@@ -149,6 +149,7 @@ class Recipe(ABC):
       depths: depth of the drafts that it learns; 0 for the number of weights.
 
     Attributes:
+      vocabulary: tokens that can be drafted.
       layers: indices of the layers of the target whose inputs are read; ``num_layers`` for the last hidden state.
     """
 
@@ -164,7 +165,7 @@ class Recipe(ABC):
         self.module, self.weights = module, weights
         self.layers: tuple[int, ...] = tuple(sorted({*streams, target.num_layers}))
         self._target = target
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._kept = vocabulary.rows_of_layer(target.output)  # (V_d, H), draftable rows of the target's output layer
         self._t2d = vocabulary.t2d.to(target.output.device)
         self._depths = depths or len(weights)

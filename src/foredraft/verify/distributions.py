@@ -215,7 +215,7 @@ def judge_samples(
     limit = np.quantile(null, 1.0 - level)
 
     def power(shift: float) -> float:
-        draws = rng.multinomial(num_samples, pooled(_shifted(distribution, shift)), size=2_000)
+        draws = rng.multinomial(num_samples, pooled(shifted(distribution, shift)), size=2_000)
         return float((_statistic(draws, probs) > limit).mean())
 
     powers = {shift: power(shift) for shift in SHIFTS}
@@ -234,7 +234,7 @@ def _pooled(distribution: Distribution, num_samples: int) -> tuple[dict[Text, in
     return places, num_places
 
 
-def _shifted(distribution: Distribution, shift: float) -> dict[Text, float]:
+def shifted(distribution: Distribution, shift: float) -> dict[Text, float]:
     """Return the distribution with a part of the mass of its most likely first token moved to the second."""
     first: Counter[int] = Counter()
     for text, mass in distribution.cells.items():

@@ -125,7 +125,7 @@ class EagleDrafter(HeadDrafter):
         self._own_output = head.lm_head if head.lm_head is not None else output
         self._names = None if kept is None or kept.is_full else kept.target_ids.contiguous()
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
-        self.native = int8_head(head, target, self._output_layer)
+        self.native = int8_head(head, target, self.output_layer)
         self._is_alone = head.dtype == torch.float32
         self.cache = ragged.KVCache(head.shape.num_layers, device=target.device)
         self._nodes_fed: FedNodes  # while drafts grow
@@ -339,11 +339,12 @@ class EagleDrafter(HeadDrafter):
         if (native := self._kernels_for(outputs.shape[:-1].numel())) is not None:
             return native.logits(outputs)
         with torch.inference_mode():
-            found: torch.Tensor = self._output_layer(self.head.before_output(outputs.to(self.head.dtype)))
+            found: torch.Tensor = self.output_layer(self.head.before_output(outputs.to(self.head.dtype)))
         return found
 
     @property
-    def _output_layer(self) -> torch.nn.Module:
+    def output_layer(self) -> torch.nn.Module:
+        """Layer that turns outputs into logits: the head's own, or the target's."""
         own = self._own_output
         layer: torch.nn.Module = self._target.shadow.get_output_embeddings() if own is None else own
         return layer
