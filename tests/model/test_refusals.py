@@ -257,7 +257,7 @@ def test_where_trees_are_wrong_drafts_become_chains(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("model_class", [IgnoresPositions, IgnoresTheMask, RejectsTheMask])
 def test_where_chains_are_wrong_the_model_is_refused(model_class: type[LlamaForCausalLM]) -> None:
-    with pytest.raises(ProbeError, match="the llama model (does not give the same logits|cannot run over 4-D masks)"):
+    with pytest.raises(ProbeError, match=r"the llama model (does not give the same logits|cannot run over 4-D masks)"):
         CausalLM(odd_model(model_class), execution="eager")
 
 

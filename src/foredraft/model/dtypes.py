@@ -93,9 +93,17 @@ def choose_dtype(
         is_kept = stored is not None and (computes_in(device, stored) or _reads_half(device, stored, structure))
         chosen = stored if stored is not None and is_kept else torch.float32
         return widest if widest is not None and chosen.itemsize > widest.itemsize else chosen
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; choose auto or one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     return DTYPES[dtype]
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Check the name of a dtype.
+
+    Raises: ConfigError for an unknown name.
+    """
+    if not isinstance(dtype, torch.dtype) and dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose auto or one of {', '.join(DTYPES)}")
 
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:

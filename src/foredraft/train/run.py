@@ -25,6 +25,7 @@ from foredraft.loading.info import eos_token_ids
 from foredraft.model.support import check_width
 from foredraft.pictures import require_matplotlib
 from foredraft.train.answers import answered, asked_by_itself, to_try
+from foredraft.train.draft_model import check_sizes
 from foredraft.train.examples import (
     TrainingPrompt,
     example_of,
@@ -100,6 +101,8 @@ class Training:
         self._target = parts_of(llm.target, self._eos)
         if plan.method != "draft_model":
             check_width(llm.target.name, llm.target.shadow)
+        if plan.method == "draft_model":
+            check_sizes(plan.small, self._target)
         with writing(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
             asked = [one for one in self._prompts() if not is_evaluation(one.text)]
