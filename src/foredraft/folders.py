@@ -56,7 +56,8 @@ def _home() -> Path:
 
 
 def temporary_folder(*parts: str) -> Path:
-    """Return this user's folder among the temporary files, for use if the cache is not writable. It need not exist."""
+    """Return this user's folder among the temporary files, for use if the cache is not writable. The folder need not
+    exist."""
     user = str(os.getuid()) if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir(), f"foredraft-{user}", *parts)
 

@@ -110,7 +110,7 @@ def append_(
     memory: Memory = 2.0,
     as_json: AsJson = False,
 ) -> None:
-    """Add corpora to a datastore. They count as more recent."""
+    """Add corpora to a datastore. Appended corpora count as more recent."""
     with exit_codes():
         from foredraft.retrieval.build import append
 

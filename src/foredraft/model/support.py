@@ -172,8 +172,8 @@ def shares_keys(config: Any) -> bool:
 def compute_all_nodes(shadow: nn.Module) -> None:
     """Make layers that share keys run over all nodes. Gemma 4 runs them only over the nodes whose logits are needed.
 
-    It selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are needed for all
-    nodes.
+    The context manager selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are
+    needed for all nodes.
     """
     for module in shadow.modules():
         if "first_kv_shared_layer_idx" in vars(module):

@@ -25,7 +25,7 @@ class SmallModel(nn.Module):
 
     Args:
       config: config of the whole model; ``tie_word_embeddings`` is True if the embedding is the output layer as well.
-      has_embedding: True if the model has its own embedding. Otherwise checkpoints and optimiser contain none.
+      has_embedding: True if the model has its own embedding. If False, checkpoints and optimiser contain no embedding.
     """
 
     def __init__(self, config: LlamaConfig, *, has_embedding: bool) -> None:
@@ -47,7 +47,8 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
     """Return a draft model in float32 with its initial weights.
 
     Args:
-      num_layers: number of layers of the draft model that starts with random weights. Otherwise ``plan`` sets it.
+      num_layers: number of layers of the draft model that starts with random weights. If the draft model starts from
+        layers of the target, ``plan`` sets the number.
 
     Raises: ConfigError for sizes that do not fit together, or layers that the target does not have; CheckpointError for
       a folder with a model of another type or vocabulary.

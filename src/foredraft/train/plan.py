@@ -44,7 +44,7 @@ class SmallPlan:
       from_layers: layers of the target whose weights the draft model's layers start from, in this order; if empty, the
         draft model's layers start with random weights.
       hidden_size: hidden size of random layers; 0 for the target's.
-      own_embeddings: True to train an embedding for the draft model, which is its output layer as well. Otherwise the
+      own_embeddings: True to train an embedding for the draft model, which is its output layer as well. If False, the
         target's embeddings are used unchanged and saved with the draft model's layers.
       start: folder of a draft model to train further. The other arguments but the last must then be left out.
       total_variation: share of total variation in the loss; the rest is forward KL.

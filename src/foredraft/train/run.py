@@ -83,10 +83,11 @@ class Training:
     """One training run. Started again in the same folder, it continues from the newest checkpoint.
 
     Args:
-      llm: `LLM` of the target. It should draft nothing, or with a drafter that needs no memory.
+      llm: `LLM` of the target. The `LLM` should draft nothing, or with a drafter that needs no memory.
       plan: settings of the run.
       say: function that is called with progress in sentences.
-      is_trial: True for `estimate`. Then answers are generated only for the first prompts, and kept for the training.
+      is_trial: True for `estimate`. If True, answers are generated only for the first prompts, and kept for the
+        training.
 
     Raises: PromptError for invalid prompts, or too few of them; UnsupportedModelError for a target on which heads
       cannot be trained; CheckpointError for a folder with another run.
