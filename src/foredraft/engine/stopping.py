@@ -18,8 +18,7 @@ class Detokenizer:
     The detokenized text is the only text of an output, streamed or whole. The text equals
     ``tokenizer.decode(output_ids)`` with one exception: complete characters stay, even if the decoder would take them
     back when incomplete bytes follow. Only a few trailing
-    tokens are decoded at a time, each of them once, by the first user of the text: the search for stop strings or a
-    stream.
+    tokens are decoded at a time. Each is decoded once, for the search for stop strings or for a stream.
 
     Attributes:
       text: text up to the last complete character, a stop string included.

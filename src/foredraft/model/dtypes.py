@@ -78,10 +78,10 @@ def choose_dtype(
     """Return the dtype to load in.
 
     Args:
-      dtype: a dtype, its name, or "auto". "auto" keeps single and double precision as stored. A "auto" keeps half
+      dtype: a dtype, its name, or "auto". "auto" keeps single and double precision as stored. "auto" keeps half
         precision if the device computes in it, and uses float32 otherwise. On a CPU that does not compute in bfloat16,
-        it keeps bfloat16 if the library's own kernels multiply all weights: they read half the bytes, and sum in
-        float32.
+        "auto" keeps bfloat16 if the library's own kernels multiply all weights. These kernels read half the bytes and
+        sum in float32.
       stored: dtype of the checkpoint; None if unknown.
       widest: largest dtype that "auto" may return.
       structure: function that returns the modules to be loaded, on any device; None if that is not possible.

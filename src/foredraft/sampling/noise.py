@@ -197,9 +197,9 @@ def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 def noisiest(key: int, least: float, steps: np.ndarray, scratch: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that may have match noise of ``least`` or more.
 
-    All tokens with that much noise are included, and few others: only the top 31 bits are compared, which the last step
-      of the hash does not change. `noisiest` finds the few tokens that can win, and `token_gumbel` decides which of
-      them wins.
+    All tokens with that much noise are included, and few others. Only the top 31 bits are compared, which the last step
+    of the hash does not change. `noisiest` finds the few tokens that can win, and `token_gumbel` decides which of them
+    wins.
 
     Args:
       key: key of the row.

@@ -35,7 +35,7 @@ class Hits:
     """Ranks of the target's own continuation among the candidates of a drafter.
 
     Args:
-      ranks: one entry per position. Element d of a row element d is the rank, among the candidates of head d, of the
+      ranks: one entry per position. Element d is the rank, among the candidates of head d, of the
         token d + 2 positions later; `MISS` if the token is not among the first candidates. Entries near the end of a
         text are shorter.
       num_heads: number of heads of the drafter, or of levels that were recorded.
