@@ -48,8 +48,9 @@ class Verdict:
 
     Args:
       path: accepted nodes, root first.
-      next_token: the target's own token after ``path``. It is the bonus, or the recovered token after a rejection. It
-        is -1 if the target's probabilities are not a distribution (NaN, or no token possible).
+      next_token: the target's own token after ``path``. The next token is the bonus, or the recovered token after a
+        rejection. The next token is -1 if the target's probabilities are not a distribution (NaN, or no token
+        possible).
     """
 
     path: tuple[int, ...]
@@ -162,8 +163,8 @@ def match(tree: DraftTree, choose_at: Callable[[int], int]) -> Verdict:
 
     Args:
       tree: any draft; its probabilities are not read.
-      choose_at: function that returns the target's token after a node. It is called once for every visited node and for
-        no other.
+      choose_at: function that returns the target's token after a node. ``choose_at`` is called once for every visited
+        node and for no other.
 
     Exactness: lossless for any draft that was made without looking at the choices. Equal to plain decoding token by
     token if the choice at a node depends only on the tokens before it.

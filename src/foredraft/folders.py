@@ -56,7 +56,8 @@ def _home() -> Path:
 
 
 def temporary_folder(*parts: str) -> Path:
-    """Return this user's folder among the temporary files, for use if the cache is not writable. It need not exist."""
+    """Return this user's folder among the temporary files, for use if the cache is not writable. The folder need not
+    exist."""
     user = str(os.getuid()) if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir(), f"foredraft-{user}", *parts)
 
@@ -103,11 +104,16 @@ def check_new_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} already exists and is not empty; name a new folder")
+    check_folder(path)
+    return path
+
+
+def check_folder(path: Path) -> None:
+    """Raise ConfigError for a folder that can neither be written nor be created."""
     place = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = f"you have no write permission for {place}" if place.is_dir() else f"{place} is a file"
         raise ConfigError(f"{path} cannot be created: {why}; choose another place")
-    return path
 
 
 def not_ours(path: str | os.PathLike[str], name: str, remedy: str) -> str:

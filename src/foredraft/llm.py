@@ -65,7 +65,7 @@ class LLM:
     Without a ``speculative_config`` it decodes plainly. The command line, in contrast, drafts by default. One log line
     (logger ``foredraft``, level INFO) states which model was loaded, in which dtype, and how it decodes.
 
-    Calls from several threads are safe. They share batches and take turns step by step.
+    Calls from several threads are safe. Concurrent calls share batches and take turns step by step.
 
     Args:
       model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model. A loaded model keeps its dtype and is

@@ -98,7 +98,7 @@ class OwnArms:
     """Builder of arms over one model. Other models that a method needs are loaded by name.
 
     Args:
-      loaded: the target model. It may be modified.
+      loaded: the target model. The loaded model may be modified.
       name: name of the model as given by the user; drafters of a zoo model are found by its name.
       kv_cache_dtype: see `LLM`.
     """

@@ -62,7 +62,8 @@ class Equality:
 def check(trial: Trial, gap: Gap, reference: str, arms: Sequence[str]) -> list[Equality]:
     """Compare the arms' first outputs with the reference's, row by row.
 
-    The output of a one-row arm may end at EOS while the reference's batch continues. It is compared up to its end.
+    The output of a one-row arm may end at EOS while the reference's batch continues. A shorter output is compared up to
+    its end.
     """
     return [_compared(trial, gap, reference, arm) for arm in arms]
 

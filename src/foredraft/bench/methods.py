@@ -16,7 +16,7 @@ from foredraft.bench.candidates import PLAIN
 from foredraft.bench.equality import Equality, check, gap_of
 from foredraft.bench.outcome import NO_DRAFTING, MethodRow, MethodsOutcome, RefusedMethod
 from foredraft.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
-from foredraft.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
+from foredraft.bench.workload import BenchPrompt, check_kinds, prompts_of_kinds, read_questions, repeated_share
 from foredraft.config.engine import EngineConfig, Guarantee
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
@@ -24,6 +24,8 @@ from foredraft.engine.drafter import Drafter
 from foredraft.engine.stats import StepProfile
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.loading.models import load_model
+from foredraft.model.dtypes import check_kv_cache_dtype
+from foredraft.model.execution.execution import check_kind
 from foredraft.progress import Watch
 from foredraft.testing.divergence import NEAR_TIES
 from foredraft.testing.inflation import inflated_from
@@ -102,6 +104,8 @@ class Methods:
       model: see `LLM`.
       say: function that is called with the current activity.
 
+    The settings are checked before the model is loaded.
+
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
 
@@ -118,6 +122,11 @@ class Methods:
     ) -> None:
         self.settings = settings
         self._say = say
+        check_kind(settings.execution)
+        check_kv_cache_dtype(kv_cache_dtype)
+        EngineConfig(exactness=settings.exactness)  # checks the name
+        self._questions = read_questions(settings.prompts_file)
+        check_kinds(self._questions, settings.kinds)
         loaded = load_model(model, dtype=dtype, quantization=quantization, weights=weights)
         self.label = describe(loaded.model)
         self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, kv_cache_dtype)
@@ -131,7 +140,6 @@ class Methods:
         """
         settings, context = self.settings, self.target.context_length
         room = None if context is None else context - settings.max_new_tokens
-        questions = read_questions(settings.prompts_file)
         ending, answering = (
             replace(settings.sampling, temperature=0.0, ignore_eos=False),
             self._arms.arm(PLAIN, _NO_DRAFTING),
@@ -140,7 +148,7 @@ class Methods:
         def answer(ids: tuple[int, ...]) -> tuple[int, ...]:
             return answering.run(ids, settings.max_new_tokens, ending).token_ids
 
-        found = prompts_of_kinds(self._arms.tokenizer, questions, settings.kinds, room, answer)
+        found = prompts_of_kinds(self._arms.tokenizer, self._questions, settings.kinds, room, answer)
         prompts = list(islice(found, settings.num_prompts))
         if not prompts:
             raise ConfigError(

@@ -44,7 +44,7 @@ class Column:
 def table(title: str, columns: Sequence[Column], rows: Iterable[Any], *, is_wide: bool = False) -> Group:
     """Return a table under a title that may be wider than the table.
 
-    There are no lines between narrow columns, text is wrapped and nothing is cut off, so 80 columns are enough.
+    The table has no lines between narrow columns. Text is wrapped and never cut off, so 80 columns are enough.
 
     Args:
       is_wide: True to leave space beside every column.

@@ -61,6 +61,14 @@ def select(questions: Iterable[PromptLine], num_prompts: int, *, copying: bool =
     return in_turn[:num_prompts]
 
 
+def check_kinds(questions: Iterable[PromptLine], kinds: Sequence[str] | None) -> None:
+    """Raise ConfigError for a kind that no question has. The kind "again" is made from the other questions."""
+    known = (*dict.fromkeys(question.category for question in questions), AGAIN)
+    for kind in kinds or ():
+        if kind not in known:
+            raise ConfigError(f"no prompt is of the kind {kind!r}; choose among {', '.join(known)}")
+
+
 def prompts_of_kinds(
     tokenizer: Any,
     questions: Sequence[PromptLine],
@@ -78,11 +86,9 @@ def prompts_of_kinds(
 
     Raises: ConfigError for a kind that no question has.
     """
-    known = list(dict.fromkeys(question.category for question in questions))
+    check_kinds(questions, kinds)
+    known = dict.fromkeys(question.category for question in questions)
     wanted = kinds or [kind for kind in known if kind != COPY]
-    unknown = [kind for kind in wanted if kind not in (*known, AGAIN)]
-    if unknown:
-        raise ConfigError(f"no prompt is of the kind {unknown[0]!r}; choose among {', '.join((*known, AGAIN))}")
 
     def of(kind: str) -> Iterator[BenchPrompt]:
         if kind == AGAIN:

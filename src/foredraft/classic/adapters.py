@@ -100,8 +100,8 @@ class PlainModule:
     """A module that returns logits for token ids without a cache, and the facts that a test call shows.
 
     Args:
-      module: called with int64 (B, T), by the name ``input_ids`` if that is not the first argument. It returns logits
-        (B, T, V), an object with ``.logits``, or a tuple that begins with the logits.
+      module: called with int64 (B, T), by the name ``input_ids`` if that is not the first argument. The module returns
+        logits (B, T, V), an object with ``.logits``, or a tuple that begins with the logits.
 
     Attributes:
       name: name of its class.

@@ -192,7 +192,7 @@ class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
       max_length: index in the text from which nothing is copied. If only one token is left before it, nothing is
         proposed. The default of transformers is 20, which is low.
       logits_processor: function for scores. A candidate ends before a token whose score it makes -inf, and the next
-        occurrence is tried if nothing is left. It is called with equal scores.
+        occurrence is tried if nothing is left. The processor is called with equal scores, since there are no logits.
       vocab_size: V, required with ``logits_processor``.
       match: "earliest", or "latest", which is more often right for text that repeats itself with changes.
 

@@ -44,8 +44,8 @@ WARM_UP = (
     "pineapples, plums, pomegranates, quinces, raspberries, strawberries, blueberries, apricots, cranberries, almonds, "
     "hazelnuts, walnuts, chestnuts"
 )
-"""Prompt for warming up, so that loading and compiling count for neither way. It has more than 64 tokens, because the
-layers of longer prompts run in another form, which is made when it is first needed."""
+"""Prompt for warming up, so that loading and compiling count for neither way. The prompt has more than 64 tokens,
+because the layers of longer prompts run in another form, which is made when it is first needed."""
 
 TOY_QUESTIONS = (
     "Tell me a story about a lion and a mouse.",

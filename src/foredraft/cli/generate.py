@@ -216,7 +216,7 @@ class Job:
         return records
 
     def batches(self, start: int) -> list[list[Any]]:
-        """Batches from this prompt on. Their boundaries are the same in every run."""
+        """Batches from this prompt on. The boundaries of batches are the same in every run."""
         first = start // BATCH * BATCH
         places = range(first, len(self.prompts), BATCH)
         return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]

@@ -416,7 +416,7 @@ class DraftingOptions:
         """Config of drafting; the default method is `auto`.
 
         Args:
-          profile_file: output of ``foredraft tune``, if any. Its method replaces the default.
+          profile_file: output of ``foredraft tune``, if any. The method of that profile replaces the default.
 
         Raises: ConfigError; BadParameter for ``speculative_config`` together with another option.
         """

@@ -144,7 +144,7 @@ class EngineConfig:
         request without an output limit ends when it alone would exceed it. None for no limit.
       contains_faults: limit the effect of exceptions. An exception in a drafter ends drafting for the rows that it was
         drafting for. An exception in a logits processor, or in code that reads the text, ends its row with the reason
-        "error". Otherwise such an exception is raised and ends all running rows.
+        "error". If False, such an exception is raised and ends all running rows.
       output_scores, output_logits: return processed scores and raw logits of every emitted token.
 
     Attributes:

@@ -115,7 +115,8 @@ class UnsupportedOption:
 
     Args:
       reason: why it is not supported, and what to use instead.
-      harmless: values that request the behaviour that foredraft has anyway. They are accepted and have no effect.
+      harmless: values that request the behaviour that foredraft has anyway. Harmless values are accepted and have no
+        effect.
     """
 
     reason: str

@@ -1,4 +1,5 @@
-"""Configuration of drafting: `SpeculativeConfig`. Its keys are those of the methods. Unknown keys raise errors."""
+"""Configuration of drafting: `SpeculativeConfig`. The keys of a config are those of the methods. Unknown keys raise
+errors."""
 
 from __future__ import annotations
 

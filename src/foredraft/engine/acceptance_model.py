@@ -34,7 +34,7 @@ PRIOR_WEIGHT = 3.0
 
 FIRST_RATE = 0.6
 LATER_RATE = 0.1
-"""Prior rates of a first child and of any other child. They are high, so that drafts are tried at first."""
+"""Prior rates of a first child and of any other child. The prior rates are high, so that drafts are tried at first."""
 
 ROW_MEMORY = 0.9
 """Weight of a row's outcome relative to the next one. Ten tokens are a sentence, and the next may repeat nothing."""
@@ -344,7 +344,8 @@ class AcceptanceModel:
     def _begin(self, kind: Kind, score: float | None) -> Rate:
         """Make a new rate.
 
-        Its prior is the rate of the depth above; else the drafter's score, scaled by its reliability so far.
+        The prior of an unknown rate is the rate of the depth above; without one, it is the drafter's score, scaled by
+        its reliability.
         """
         source, depth, likeness = kind
         above = self._known.get((source, depth - 1, likeness))

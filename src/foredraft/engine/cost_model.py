@@ -13,8 +13,9 @@ from typing import Any
 from foredraft.config.keywords import integer, real
 
 FEW = 3
-"""Number of measurements up to which the smallest one counts, because first calls compile and warm up. It is three,
-since a pause of the machine meets one in a hundred steps (dev/log, 2026-11-24: first drafts took three times as long).
+"""Number of measurements up to which the smallest one counts, because first calls compile and warm up. The number is
+three, since a pause of the machine meets one in a hundred steps (dev/log, 2026-11-24: first drafts took three times as
+long).
 """
 
 FAR = 0.3
@@ -121,7 +122,7 @@ def read_seconds(data: Mapping[str, Any]) -> dict[int, float]:
 class Average:
     """Running average of logarithms.
 
-    It is the minimum of the first `FEW` values, then a mean in which new values weigh most.
+    The estimate is the minimum of the first `FEW` values, then a mean in which new values weigh most.
     """
 
     __slots__ = ("count", "value")

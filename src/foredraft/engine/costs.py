@@ -150,7 +150,7 @@ class StepCosts:
     """Times of the parts of a step of a model, measured on this machine and stored on it.
 
     Args:
-      curves: repeated measurements of verification. Their spread shows the uncertainty.
+      curves: repeated measurements of verification. The spread of the measurements shows the uncertainty.
       host_seconds: seconds of a step besides drafting and verifying; plain steps have them, too.
       drafting: seconds of drafting by number of levels, for one row, by the title of the drafting mode.
       measured: time of the newest measurement.
@@ -229,8 +229,8 @@ def prices_of(
 ) -> StepCosts:
     """Return the step costs of a target on this machine: stored ones, else measured now (two seconds per curve).
 
-    They are valid for the same shapes, dtype, execution, number of threads and versions. Measurements of a busy machine
-    are repeated by the next few processes.
+    Measured costs are valid for the same shapes, dtype, execution, number of threads and versions. Measurements of a
+    busy machine are repeated by the next few processes.
 
     Args:
       num_curves: number of curves needed.
@@ -262,7 +262,7 @@ def cost_curve(target: CausalLM) -> CostCurve:
 
 
 def forget_curve(facts: Mapping[str, Any]) -> None:
-    """Drop a stored curve that steps have shown to be wrong. It is measured again when it is needed next."""
+    """Drop a stored curve that steps have shown to be wrong. The curve is measured again when it is needed next."""
     for target in [target for target, known in _known.items() if known[0] == facts]:
         del _known[target]
     with suppress(OSError):

@@ -62,8 +62,8 @@ class Needs:
       layer_inputs: indices of decoder layers whose inputs are needed, in prompts and in decode steps.
       prompt_logits: True for logits of prompts, which cost the output embedding for every token.
       prompts: True to receive prompts chunk by chunk, with or without features.
-      partial_prompts: True if the end of a prompt is enough when an earlier row has left its beginning in the cache.
-        Otherwise the target reads the whole prompt again, except for the part that the state of the earlier row covers
+      partial_prompts: True if the end of a prompt is enough when an earlier row has left its beginning in the cache. If
+        False, the target reads the whole prompt again, except for the part that the state of the earlier row covers
         (`RowState.cut`).
       choices: True if the drafter will use the target's own choices at all nodes, so that they are computed once for
         the acceptance rule and the drafter.
@@ -199,15 +199,15 @@ def own_result(tree: DraftTree, result: StepResult) -> StepResult:
 
 
 class Drafter(ABC):
-    """Proposes continuations. They affect only the speed of the engine, never its output.
+    """Proposes continuations. Drafters affect only the speed of the engine, never its output.
 
     A row is a `Row`; ``row.token_ids`` ends with the pending token. A drafter keeps its state of a row in
     ``row.state[self]``: any object, made in ``start``, that ends with the row. If it is a `RowState`, it can also be
     copied for another sample of a prompt, and cut for a prompt that begins with the same tokens.
 
     The life of a row: ``start`` is called for each chunk if the drafter reads prompts, and once more with an empty
-    chunk when the prompt is in the target's cache. A copied or cut state is in ``row.state`` before that. Then
-    ``propose`` and ``observe`` alternate, for any subset of the started rows in any order.
+      chunk when the prompt is in the target's cache. A copied or cut state is in ``row.state`` before that. After
+      ``start``, ``propose`` and ``observe`` alternate, for any subset of the started rows in any order.
     """
 
     facts: DrafterFacts = DrafterFacts()
@@ -221,7 +221,7 @@ class Drafter(ABC):
         """Return the needs of the drafter; called once, by the engine that will run it.
 
         A drafter that drafts with the target itself keeps both arguments. Row ``row.slot`` of ``cache`` contains all
-        tokens of a row except the pending one. A drafter may write after the committed columns. It must leave
+        tokens of a row except the pending one. A drafter may write after the committed columns. The drafter must leave
         ``cache.lengths`` unchanged and all values finite (`KVCache.erase`), because 0 * NaN is NaN in masked columns,
         too.
         """

@@ -55,8 +55,8 @@ SHRINK_STEPS = 256
 class Engine:
     """Runs many rows over one target and one drafter; rows join and leave between steps.
 
-    A step is either one prefill chunk or one round of propose, verify, accept, commit, observe, emit. It makes exactly
-    one forward pass of the target. Plain decoding is the round with the empty draft.
+    A step is either one prefill chunk or one round of propose, verify, accept, commit, observe, emit. A step makes
+    exactly one forward pass of the target. Plain decoding is the round with the empty draft.
 
     Args:
       target: the model whose distribution is preserved.
@@ -521,10 +521,10 @@ class ExclusiveUse:
 
     Tensors without a device are made on the CPU inside.
 
-    It never waits to enter, and Ctrl-C cannot leave it locked. The lock belongs to the frame of the ``with`` statement,
-    and a frame that is no longer on any stack has lost it, wherever it was interrupted. It is not a generator: a
-    generator that Ctrl-C leaves suspended runs its exit code when it is collected, which may be in the middle of a
-    later step.
+    Entering the context never waits, and Ctrl-C cannot leave it locked. The lock belongs to the frame of the ``with``
+    statement, and a frame that is no longer on any stack has lost the lock, wherever it was interrupted. The class is
+    not a generator, because a generator that Ctrl-C leaves suspended runs its exit code when it is collected. That may
+    be in the middle of a later step.
 
     Args:
       clean_up: function to call after a block that did not run to its end, at the latest when the next block begins.

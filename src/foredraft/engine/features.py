@@ -45,7 +45,8 @@ class Features:
     def choices(self) -> tuple[int, ...]:
         """The target's own token after every node, accepted or not; -1 for a node without a usable distribution.
 
-        It is the token that decoding would emit after the node's path, by argmax or by the keyed noise of the row.
+        The choice is the token that decoding would emit after the node's path, by argmax or by the keyed noise of the
+        row.
         """
         raise _not_required("choices")
 
@@ -96,7 +97,7 @@ class RowFeatures(Features):
     Args:
       output: output of the forward pass.
       row: index of the row.
-      choices: choices at all nodes of all rows, if the drafter needs them. They depend on the text, so they are made
+      choices: choices at all nodes of all rows, if the drafter needs them. Choices depend on the text, so they are made
         before anything is emitted.
       nodes: indices of the nodes in the forward pass; None if they are the same.
     """

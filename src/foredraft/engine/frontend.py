@@ -55,10 +55,10 @@ _SHOWN_SAMPLES = 3  # of a request in the repr of a result
 
 
 class FrozenList(list[T]):
-    """An immutable list, since vLLM's results are lists. It equals the tuple of its items and is hashable.
+    """An immutable list, since vLLM's results are lists. The list equals the tuple of its items and is hashable.
 
-    Its slices and sums are frozen lists as well. A sum that begins with another list is a plain list, and a sum that
-    begins with a tuple is a tuple.
+    Slices and sums are frozen lists as well. A sum that begins with another list is a plain list, and a sum that begins
+    with a tuple is a tuple.
     """
 
     __slots__ = ()
@@ -119,7 +119,7 @@ class Logprob:
 
 @dataclass(frozen=True, repr=False)
 class CompletionOutput:
-    """One sample of a request. Its repr is short; the fields contain everything.
+    """One sample of a request. The repr is short; the fields contain everything.
 
     Args:
       index: number of the sample, from 0 to ``n`` - 1.
@@ -189,7 +189,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, repr=False)
 class RequestOutput:
-    """The result for one prompt. Its repr is short; the fields contain everything.
+    """The result for one prompt. The repr is short; the fields contain everything.
 
     Args:
       prompt: text of the prompt; None for a prompt of token ids.
@@ -905,7 +905,7 @@ def _rest_when_idle(runner_of: weakref.ref[Runner]) -> None:
 def log_low_gain(counts: RowStats, method: str, model: str) -> bool:
     """Log a line if drafting gained little over many steps, with counters that show why; return whether it was logged.
 
-    It never claims a gain.
+    The log line never claims a gain.
     """
     if counts.num_steps < MIN_STEPS or counts.tokens_per_step >= LOW_GAIN:
         return False

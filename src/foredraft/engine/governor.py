@@ -1,6 +1,6 @@
 """Governor: chooses the drafting mode and the draft size that maximise tokens per second.
 
-It uses step times and acceptance rates measured while decoding. Plain decoding is one of the choices.
+The governor uses step times and acceptance rates measured while decoding. Plain decoding is one of the choices.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ INTERVAL = 4
 """Number of steps between two decisions, if neither rows nor limits change."""
 
 PROBE_DEPTH = 2
-"""Depth of a draft made only to measure its cost and acceptance. It is the smallest depth that shows the cost of one
-more level.
+"""Depth of a draft made only to measure its cost and acceptance. This depth is the smallest depth that shows the cost
+of one more level.
 """
 
 TURN = 8
@@ -61,8 +61,8 @@ USUAL_TRIALS = 8.0
 """Number of outcomes for which a drafter's usual acceptance rate counts, so that a few misses do not outweigh it."""
 
 Worth: TypeAlias = Callable[[int, bool], float]
-"""Function of (number of nodes, whether all drafts are chains). It returns the number of tokens that could be generated
-otherwise in the time of verifying these nodes.
+"""Function of (number of nodes, whether all drafts are chains). The function returns the number of tokens that could be
+generated otherwise in the time of verifying these nodes.
 """
 
 Chances: TypeAlias = list[tuple[float, int]]
@@ -396,8 +396,9 @@ class Governor:
     def _is_plain_due(self, num_rows: int) -> bool:
         """Return whether a step should run without a draft, so that the cost of plain steps stays known.
 
-        It is due sooner while that cost is unknown. With several rows it is due very soon, because the curve was
-        measured with one row, and a wrong cost of plain steps makes an additional node look nearly free or expensive.
+        A plain step is due sooner while that cost is unknown. With several rows it is due very soon, because the curve
+        was measured with one row, and a wrong cost of plain steps makes an additional node look nearly free or
+        expensive.
         """
         if self.costs.times_seen(num_rows, num_rows) >= FEW:
             return self._since_plain >= MEMORY
@@ -624,8 +625,8 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
     """Make a governor that starts with the measured costs of forward passes on this machine; see `cost_curve`.
 
     Args:
-      profile: earlier measurements. Its costs are used if they are of this machine, its acceptance if it is of this
-        drafter.
+      profile: earlier measurements. The measured costs are used if they are of this machine, its acceptance if it is of
+        this drafter.
 
     Raises: ConfigError for a profile of another model.
     """

@@ -33,8 +33,8 @@ class MemoryUse:
       allocated_bytes: memory of the target's and the drafter's caches, including views of constant size.
       planned_bytes: limit of the plan; None without a plan.
       planned_share: share of the plan that the rows occupy, see `MemoryPlan.fits`; None without a plan.
-      prefix_bytes: memory of cached prefixes, including the drafter's part. It comes on top of the plan, up to a
-        quarter of it.
+      prefix_bytes: memory of cached prefixes, including the drafter's part. This memory comes on top of the plan, up to
+        a quarter of it.
     """
 
     allocated_bytes: int
@@ -62,7 +62,8 @@ class MemoryPlan:
     number of rows.
 
     A request is admitted when it fits beside the running rows. If these have grown too long together, the newest row
-    gives up its slot and waits before all others. Its prompt is then read again, and its output so far is replayed.
+    gives up its slot and waits before all others. The prompt of that row is then read again, and its output so far is
+    replayed.
 
     Args:
       num_bytes: limit for keys and values of the target, drafts included, and for those caches of drafters that grow

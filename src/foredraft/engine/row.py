@@ -60,7 +60,8 @@ class RowState:
     def cut(self, num_tokens: int) -> tuple[RowState, int] | None:
         """Return the state after at most ``num_tokens`` tokens, and after how many exactly; None if there is none.
 
-        The result is kept, together with the cached columns, for prompts that begin like the row. It may be cut again.
+        The result is kept, together with the cached columns, for prompts that begin like the row. A cut prefix may be
+        cut again.
         """
         return None
 
@@ -75,9 +76,9 @@ class RowState:
 class Prediction:
     """Position of an output within the predicted output that its request contains.
 
-    It starts at the first predicted token and advances while the output agrees. After a difference, the new position is
-    the one that the largest number of newest tokens lead to; among equals, the one nearest to the old position.
-    Inserted, missing and replaced tokens are thereby skipped.
+    The predicted text starts at the first predicted token and advances while the output agrees. After a difference, the
+    new position is the one that the largest number of newest tokens lead to; among equals, the one nearest to the old
+    position. Inserted, missing and replaced tokens are thereby skipped.
 
     Args:
       tokens: the whole predicted output.
@@ -371,7 +372,7 @@ class Admission:
         limit on its output ends at this length.
       contains_faults: see `EngineConfig`.
       grammars: compiled grammars, for structured outputs.
-      ids: counter for row ids. They stay unique when requests are added from several threads.
+      ids: counter for row ids. Row ids stay unique when requests are added from several threads.
     """
 
     target: CausalLM
@@ -420,7 +421,7 @@ class Admission:
         return rows
 
     def _continue(self, row: Row, output_ids: list[int]) -> None:
-        """Append an output that was generated earlier. It is replayed before the row goes on.
+        """Append an output that was generated earlier. The output is replayed before the row goes on.
 
         Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended earlier, or that
         the grammar of the row does not allow.

@@ -168,7 +168,7 @@ class Scheduler:
     def _send_back(self, row: Row) -> None:
         """Remove a row from its slot and let it wait before all others.
 
-        Its prompt is read again and its output replayed.
+        The prompt of the row is read again and its output replayed.
         """
         self._remove(row, erase=row.is_in_doubt)
         row.num_prefilled, row.num_replayed = 0, row.num_output_tokens

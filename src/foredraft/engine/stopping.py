@@ -15,10 +15,10 @@ REPLACEMENT = "\ufffd"  # character to which an unfinished UTF-8 sequence decode
 class Detokenizer:
     """The text of one output, which grows as tokens arrive. A character appears once it is complete.
 
-    It is the only text of an output, streamed or whole. It equals ``tokenizer.decode(output_ids)`` with one exception:
-    complete characters stay, even if the decoder would take them back when incomplete bytes follow. Only a few trailing
-    tokens are decoded at a time, each of them once, by the first user of the text: the search for stop strings or a
-    stream.
+    The detokenized text is the only text of an output, streamed or whole. The text equals
+    ``tokenizer.decode(output_ids)`` with one exception: complete characters stay, even if the decoder would take them
+    back when incomplete bytes follow. Only a few trailing
+    tokens are decoded at a time. Each is decoded once, for the search for stop strings or for a stream.
 
     Attributes:
       text: text up to the last complete character, a stop string included.

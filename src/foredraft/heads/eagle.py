@@ -84,8 +84,8 @@ def default_streams(num_layers: int) -> tuple[int, ...]:
 class EagleHead(nn.Module):
     """Head of EAGLE-1, 2 or 3.
 
-    Entry t of the head's cache is computed from the target's feature after token t and from token t + 1, at position
-    t. Its output predicts the token after token t + 1.
+    Entry t of the head's cache is computed from the target's feature after token t and from token t + 1, at position t.
+    The output of the head predicts the token after token t + 1.
 
     Source: EAGLE (Li et al. 2024, arXiv:2401.15077); EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
 

@@ -156,7 +156,7 @@ class Speculation:
     def prepare(self, model: PreTrainedModel) -> Speculation:
         """Check, probe and pack a model and load its drafter now, instead of in the first call.
 
-        This takes seconds and happens once per model and ``execution``. Later calls only check for changes.
+        The preparation takes seconds and happens once per model and ``execution``. Later calls only check for changes.
 
         Args:
           model: model whose ``generate`` will be called.
@@ -332,7 +332,8 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def _ended(streamer: Any) -> Iterator[None]:
-    """End a streamer, even if the call fails. Otherwise its reader in another thread would wait forever."""
+    """End a streamer, even if the call fails. If the streamer were not ended, its reader in another thread would wait
+    forever."""
     try:
         yield
     finally:

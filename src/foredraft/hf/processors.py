@@ -1,8 +1,8 @@
 """Conversion of transformers' logits processors to the sampling parameters of a row.
 
 Processors that the engine's own sampler computes exactly as transformers does, and much faster, become fields of
-`SamplingParams`. These are the first processors of the list, as far as they are in the sampler's order, and temperature
-and truncation at its end. The processors between them run unchanged, with the arguments that transformers would pass.
+`SamplingParams`. They are the first processors of the list that are in the sampler's order, and temperature and
+truncation at its end. The processors between them run unchanged, with the arguments that transformers would pass.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from foredraft.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenize
 from foredraft.loading.stored import load_codes
 from foredraft.machine import collector_paused
 from foredraft.model.building import without_weights
-from foredraft.model.dtypes import choose_dtype, stored_dtype
+from foredraft.model.dtypes import check_dtype, choose_dtype, stored_dtype
 from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights, quantize_weights
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_unwrapped, model_name
@@ -87,8 +87,9 @@ def load_model(
         model = check_unwrapped(model)
         _check_kept(model, dtype, device, gguf_file, weights)
         return Loaded.of(model, model_name(model), False, quantization=quantization)
-    source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    check_dtype(dtype)
     place = choose_device(device)
+    source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     front = _header(source) if source.is_gguf else _config(source)
     if weights is None and quantization is None and isinstance(front, Header):
         weights = STORED if _can_run_stored(front, dtype, place) else None

@@ -121,9 +121,9 @@ class Bass(LengthPolicy):
 
     Source: BASS (Qian et al. 2024, arXiv:2404.15778), algorithm 1. After a round in which some row accepted the whole
     length, the length grows by two tokens, up to 32. After any other round it shrinks by a tenth, rounded up, and by
-    one more if the round before shrank it, too. It never falls below the largest number of accepted tokens, nor below
-    1. The published first length is 7. Deviation: a round in which every draft was shorter than the length (end of
-    budget, no match) and was accepted in full changes nothing. A length of 0 stays 0.
+    one more if the round before shrank it, too. The draft length never falls below the largest number of accepted
+    tokens, nor below 1. The published first length is 7. Deviation: a round changes nothing if every draft was shorter
+    than the length (end of budget, no match) and was accepted in full. A length of 0 stays 0.
     """
 
     name = "bass"

@@ -91,7 +91,7 @@ def other_products(model: nn.Module) -> str:
         if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             continue
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)) and not _is_norm(module):
-            return path
+            return str(path)
     return ""
 
 

@@ -246,7 +246,7 @@ class CausalLM:
 
         Args:
           name: short description of the difference, for messages.
-          edit: function that changes modules of the new shadow in place. It may run the new adapter.
+          edit: function that changes modules of the new shadow in place. The function may run the new adapter.
 
         Exactness: neither this adapter nor the user's model is changed.
         """

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from foredraft import zoo
 from foredraft.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
 from foredraft.model.execution.forwards import replace_forward, replacement
 from foredraft.model.masks import FULL, SLIDING
@@ -52,9 +53,9 @@ def check_unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """Return the name of a model for messages: its path or hub id, else its type ("the llama model")."""
+    """Return the name of a model for messages: zoo:NAME, its path or hub id, else its type ("the llama model")."""
     path = str(getattr(model, "name_or_path", "") or "")
-    return path or f"the {model.config.model_type} model"
+    return zoo.name_of(path) or path or f"the {model.config.model_type} model"
 
 
 def take_out_compilation(model: nn.Module) -> None:
@@ -171,8 +172,8 @@ def shares_keys(config: Any) -> bool:
 def compute_all_nodes(shadow: nn.Module) -> None:
     """Make layers that share keys run over all nodes. Gemma 4 runs them only over the nodes whose logits are needed.
 
-    It selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are needed for all
-    nodes.
+    The context manager selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are
+    needed for all nodes.
     """
     for module in shadow.modules():
         if "first_kv_shared_layer_idx" in vars(module):

@@ -38,7 +38,7 @@ _PASSED_ON = (
     "LC_CTYPE",
     "LC_TIME",
 )
-"""Environment variables that Python and the clock need. Others, such as API keys of a server, are hidden from
+"""Environment variables that Python and the clock need. Other variables, such as API keys of a server, are hidden from
 templates."""
 
 NOT_VARIABLES = frozenset({
@@ -150,7 +150,7 @@ def _round_trip(worker: subprocess.Popen[bytes], data: bytes) -> tuple[int, str]
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """End a worker. It exits by itself when its input is closed."""
+    """End a worker. The worker exits by itself when its input is closed."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     with suppress(OSError):

@@ -16,7 +16,7 @@ from foredraft.extras import install_command
 from foredraft.folders import parsed_json
 
 PIECE_CHARACTERS = 1 << 19
-"""Length of the longest text that is tokenised at once. It bounds the memory for reading."""
+"""Length of the longest text that is tokenised at once. The limit bounds the memory for reading."""
 
 _BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 1024

@@ -164,7 +164,7 @@ def _columns(rows: npt.NDArray[np.void], width: int) -> npt.NDArray[np.integer[A
 
 
 def candidates_of(tree: DraftTree) -> Candidates:
-    """Return a grown tree as a source of candidates, to be merged with others. Its places are nodes.
+    """Return a grown tree as a source of candidates, to be merged with others. The places of candidates are nodes.
 
     Candidates are in the order of the tree's nodes, which is that of their scores.
     """

@@ -36,7 +36,7 @@ LOWEST = float(np.finfo(np.float32).min)
 def healthy_rows(scores: Tensor, temperature: float = 1.0) -> Iterator[tuple[int, np.ndarray, float]]:
     """Yield the rows of (M, V) that have a finite maximum: index, float32 (V,) divided by the temperature, maximum.
 
-    The array is valid only until the next row. It is reused so that it stays in the processor's cache.
+    The array is valid only until the next row. The array is reused so that it stays in the processor's cache.
     """
     buffer = torch.empty(scores.shape[1], dtype=torch.float32)
     row = buffer.numpy()
@@ -169,7 +169,7 @@ NOISE_NUMBERS = 1 << 23
 def argmax(logits: Tensor) -> Tensor:
     """Return the lowest index of the largest logit, as greedy ``generate`` does in float32; -1 in bad rows.
 
-    (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). It is the choice of every sampler with
+    (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). The argmax is the choice of every sampler with
     ``is_argmax``.
     """
     if logits.device.type != "cpu":

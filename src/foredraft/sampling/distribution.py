@@ -51,9 +51,9 @@ def log_probs(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]
       samplers: M samplers, one per node; nodes of one row share a sampler.
       paths: M paths: the draft tokens between the row's committed tokens and the node, including the node's own.
 
-    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation. Its
-      entries are the log-softmax of the processed logits, as users expect; `probs` returns the point mass from which it
-      is decoded.
+    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation. The
+      entries of a greedy row are the log-softmax of the processed logits, as users expect; `probs` returns the point
+      mass from which the row is decoded.
     Exactness: transformers' own values up to the rounding of the normaliser, and exactly its support.
     """
     return _warped(logits, samplers, paths, _log_probs)

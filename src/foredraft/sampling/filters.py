@@ -1,10 +1,10 @@
 """Filters that leave tokens possible: temperature, top-k, top-p, min-p and typical-p.
 
-The result equals that of transformers, token by token. Its own classes sort the whole vocabulary for every row. On the
-CPU the kept set is found here from the few tokens that can be in it. Sometimes the result depends on the rounding of
-transformers' cumulative sum, or on the order in which its unstable sort leaves equal values. The tokens in question are
-then kept as *unsure*, and transformers' own classes decide, but only if one of them matters. This is rare, because a
-choice needs only the winner.
+The result equals that of transformers, token by token. The classes of transformers sort the whole vocabulary for every
+row. On the CPU the kept set is found here from the few tokens that can be in it. Sometimes the result depends on the
+rounding of transformers' cumulative sum, or on the order in which its unstable sort leaves equal values. The tokens in
+question are then kept as *unsure*, and transformers' own classes decide, but only if one of them matters. An *unsure*
+result rarely matters, because a choice needs only the winner.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LogitsFilter:
 
     @cached_property
     def has_shortcut(self) -> bool:
-        """True if `support` can be used. It cannot with typical-p, which reorders all tokens."""
+        """True if `support` can be used. Typical-p prevents this, because it reorders all tokens."""
         return self.typical_p == 1.0
 
     def scaled(self, scores: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Randomness as a pure function of its key: a counter-based generator of the splitmix64 type.
 
-There are two separate families of streams. The *match* stream, keyed by (seed, absolute position, token id), makes the
-choice of a token independent of batch, draft, tree and device; target and drafter may share it. The *rule* streams,
+The noise has two separate families of streams. The *match* stream, keyed by (seed, absolute position, token id), makes
+the choice of a token independent of batch, draft, tree and device; target and drafter may share it. The *rule* streams,
 keyed by (seed, step, position, purpose, index), are used for draft draws, acceptance tests and residual draws of the
 rejection rules. Position alone is not enough for these rules, because drafts are redrawn after a rejection.
 
@@ -81,7 +81,7 @@ def unit(bits: int) -> float:
 
 
 def stream_key(seed: int, step: int, position: int, purpose: Purpose) -> int:
-    """Return the key of a rule stream. It never equals a key of the match stream, which has another salt."""
+    """Return the key of a rule stream. The key never equals a key of the match stream, which has another salt."""
     key = finalise(seed ^ RULE_SALT)
     for number in (step, position, int(purpose)):
         key = finalise(key + (number + 1) * GOLDEN)
@@ -197,9 +197,9 @@ def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 def noisiest(key: int, least: float, steps: np.ndarray, scratch: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that may have match noise of ``least`` or more.
 
-    It includes all tokens with that much noise, and few others, because it compares only the top 31 bits, which the
-    last step of the hash does not change. It finds the few tokens that can win; `token_gumbel` then decides which of
-    them wins.
+    All tokens with that much noise are included, and few others. Only the top 31 bits are compared, which the last step
+    of the hash does not change. `noisiest` finds the few tokens that can win, and `token_gumbel` decides which of them
+    wins.
 
     Args:
       key: key of the row.

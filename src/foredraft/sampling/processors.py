@@ -37,7 +37,8 @@ class Sampler:
     Args:
       params: parameters of the request, with ``bad_words`` already resolved to ``bad_words_ids``.
       vocab_size: V of the target.
-      eos_token_ids: tokens that end a row. They are impossible before ``min_tokens``, and never count as bad words.
+      eos_token_ids: tokens that end a row. EOS tokens are impossible before ``min_tokens``, and never count as bad
+        words.
       prompt_ids: the prompt, which counts for penalties on repetition.
       history_ids: the prompt that n-grams, bad words and custom processors see, with its padding; by default
         ``prompt_ids``.
@@ -179,8 +180,8 @@ class Sampler:
     def run_custom(self, scores: Tensor, paths: Sequence[Path]) -> Tensor:
         """Run the user's processors on nodes of one depth d: float32 (b, V) and b paths -> float32 (b, V).
 
-        They receive whole prefixes, (b, T + d). If faults are contained, an exception is stored in ``fault``, and the
-        scores of the nodes become NaN.
+        Custom processors receive whole prefixes, (b, T + d). If faults are contained, an exception is stored in
+        ``fault``, and the scores of the nodes become NaN.
         """
         length = len(self._tokens)
         ids = np.empty((len(paths), length + len(paths[0])), dtype=np.int64)
@@ -235,7 +236,7 @@ class Sampler:
 def process(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """Apply all processors: (M, V) of any float dtype -> float32 (M, V), before the temperature.
 
-    The input itself is returned if it is float32 and no processor is active. It is never modified.
+    The input itself is returned if it is float32 and no processor is active. The input is never modified.
     """
     return processed(logits, samplers, paths).float()
 

@@ -78,7 +78,7 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, Tools]:
     """Parse the body of a request that has messages.
 
-    It renders and tokenizes the prompt, which is slow, so it must not be called in the event loop.
+    Parsing renders and tokenizes the prompt, which is slow, so it must not be called in the event loop.
 
     Returns: the request and its tools.
     Raises: ApiError, PromptError.

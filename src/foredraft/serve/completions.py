@@ -29,7 +29,8 @@ COMPLETION_REFUSED = {
 def read_completion(
     body: dict[str, Any], served: Served, settings: ServerSettings
 ) -> tuple[ParsedRequest, CompletionForm]:
-    """Parse the body of a request. It tokenizes the prompts, which is slow, so it must not be called in the event loop.
+    """Parse the body of a request. Parsing tokenizes the prompts, which is slow, so it must not be called in the event
+    loop.
 
     Returns: the request and the format of its response.
     Raises: ApiError, PromptError.

@@ -1,4 +1,4 @@
-"""Errors in the format of the OpenAI API. They contain no tracebacks, paths or keys."""
+"""Errors in the format of the OpenAI API. Error responses contain no tracebacks, paths or keys."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Served:
     def fingerprint(self) -> str:
         """Hash of everything that may change bits of the output.
 
-        It covers the weights, model config, exactness, execution, CPU type and library versions.
+        The fingerprint covers the weights, model config, exactness, execution, CPU type and library versions.
         """
         llm, target = self.llm, self.llm.target
         facts = [
@@ -213,7 +213,7 @@ NO_LIMIT = "none"
 def with_kv_limit(options: Mapping[str, Any], num_engines: int) -> dict[str, Any]:
     """Return the arguments of `LLM` with a limit for keys and values, unless the caller has set one.
 
-    There is no default limit on a device that does not report its free memory.
+    On a device that does not report its free memory, there is no default limit.
 
     Args:
       options: arguments of `LLM`; the value "none" of ``max_kv_bytes`` means no limit.

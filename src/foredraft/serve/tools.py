@@ -211,7 +211,8 @@ def _check_size(tools: Tools) -> None:
 
 
 def refuse_custom(tool: Any, where: str) -> None:
-    """Refuse a custom tool. Its input is not JSON, but the input of every call in Hermes format is.
+    """Refuse a custom tool. A custom tool has input that is not JSON, but the input of every call in Hermes format is
+    JSON.
 
     Raises: ApiError.
     """

@@ -72,7 +72,7 @@ class Vocabulary:
         return byte, int(self._length[held][is_set].max())
 
     def _tokens(self, last: int | None, text: bytes) -> tuple[int, ...]:
-        """Tokenize a text after a token. Both are tokenized together if the result keeps that token."""
+        """Tokenize a text after a token. Both texts are tokenized together if the result keeps that token."""
         before = b"" if last is None else self._bytes[last]
         tokens = self.tokenizer.tokenize_bytes(before + text)
         if before:
@@ -193,7 +193,7 @@ class Place:
     def forced(self) -> tuple[int, ...]:
         """Return the tokens of the forced text computed so far. The first of them is the only allowed token.
 
-        They depend only on the text so far and its last token, drafted or not.
+        Forced tokens depend only on the text so far and its last token, drafted or not.
         """
         if self._forced is None:
             self._forced = self._new_forced()

@@ -53,7 +53,7 @@ class Matching:
     """Allowed and forced tokens after the committed output of a row, and after paths of its drafts.
 
     Every path has its own place, and the place of the accepted path becomes the place of the output. EOS is not a token
-    of the grammar. It may come where the grammar may end, and only EOS may follow it.
+    of the grammar. EOS may come where the grammar may end, and only EOS may follow it.
 
     If a shared automaton reaches its limit, the row continues with its own automaton, so that requests of others do not
     end an output.
@@ -177,7 +177,7 @@ class Matching:
         """Return the tokens that certainly follow the output, EOS included, up to the first choice.
 
         Args:
-          most: maximum number of tokens. It also limits the work, however long the forced text is.
+          most: maximum number of tokens. ``most`` also limits the work, however long the forced text is.
         """
         return () if self.fault is not None else self._forced_after((), most)
 
@@ -254,7 +254,7 @@ class Matching:
         """Return whether the error of the matcher after a path is final.
 
         After the output itself, it is a fault of the row. In a draft it is not, because the path may never be chosen.
-        Its logits are ignored then, and the mask is computed again once the path is committed.
+        The logits of a failed node are ignored then, and the mask is computed again once the path is committed.
         """
         if not path:
             error = _gave_up(place.matcher)

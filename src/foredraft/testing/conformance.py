@@ -297,7 +297,8 @@ def check_cache_lengths(engine: Engine) -> None:
 def ungoverned() -> Iterator[None]:
     """Make engines created inside the context draft and verify as much as their configs allow.
 
-    This is for tests, which need drafts even where drafting is slow. Users set ``length_policy="fixed"`` instead.
+    The function is for tests, which need drafts even where drafting is slow. Users set ``length_policy="fixed"``
+    instead.
     """
     with patch.object(governing, "new_governor", _no_governor):
         yield

@@ -55,8 +55,8 @@ def hostile_kernels(*kinds: str, vocab_size: int | None = None) -> Iterator[None
     process with all its threads, and are removed at the end.
 
     These checks pass inside the context: checks up to rounding, the test of a model when it is loaded, and equality of
-    output and log-probabilities for any draft if the model's guarantee is bitwise. These do not pass: bitwise
-    comparisons of two forward passes of different shapes that run through torch or oneDNN, eagerly or compiled. If the
+    output and log-probabilities for any draft if the model's guarantee is bitwise. Bitwise comparisons of two forward
+    passes of different shapes do not pass if the passes run through torch or oneDNN, eagerly or compiled. If the
     model's guarantee is up to rounding, its output may differ from plain decoding where two tokens are nearly tied; see
     `divergences`.
 
@@ -171,8 +171,8 @@ def seams(
 
     Args:
       attention: function that returns the replacement of `scaled_dot_product_attention`.
-      product: function that returns the replacement of a product. Its second argument is the index of the first of the
-        two factors among the product's arguments.
+      product: function that returns the replacement of a product. The second argument of the function is the index of
+        the first of the two factors among the product's arguments.
     """
     linear, attend = F.linear, F.scaled_dot_product_attention
     stock: dict[Kernel, Kernel] = {linear: product(linear, 0), attend: attention(attend)}

@@ -51,12 +51,12 @@ def inflate(
     pages would all be one page, and reads of that page would come from the CPU cache.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 causal LM. It is not changed.
+        model: a Llama, Mistral, Qwen2 or Qwen3 causal LM. The given model is not changed.
         hidden_size: new width H >= the old one; a multiple of the width of one key head and its query heads.
         intermediate_size: new MLP width >= the old one.
         num_layers: new depth >= the old one; the added layers do nothing.
         vocab_size: new vocabulary >= the old one. The added tokens have a logit below about -500 and so probability
-          zero. It requires ``hidden_size`` above the old one, for a spare channel. Embeddings are untied.
+          zero. Widening requires ``hidden_size`` above the old one, for a spare channel. Embeddings are untied.
 
     Returns:
         The new model in evaluation mode; `inflated_from` returns its original shape.

@@ -123,8 +123,8 @@ class Eagle3Recipe(_EagleRecipe):
     """Training of an EAGLE-3 head by cross entropy against the target's distribution, over several steps of a draft.
 
     Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviation: a position counts if the token of the text is in the
-    draft vocabulary, not if the target's most likely token is. This saves the target's logits over the whole
-    vocabulary.
+      draft vocabulary, not if the target's most likely token is. This choice saves the target's logits over the whole
+      vocabulary.
 
     Args:
       head: head with its own output layer, or over rows of the target's.
@@ -221,8 +221,9 @@ def unrolled(head: EagleHead, features: Tensor, embedded: Tensor, entries: Tenso
     """Run a head along texts as it would draft from every entry, several tokens deep.
 
     The input of entry t in the first step is the target's feature after token t, with token t + 1. In step j the input
-    is token t + 1 + j with the output of step j - 1, at position t + j. It attends to the entries of the first step up
-    to t and to its own entries of the later steps. That is what a draft attends to that begins after token t + 1.
+    is token t + 1 + j with the output of step j - 1, at position t + j. Each position attends to the entries of the
+    first step up to t and to its own entries of the later steps. That is what a draft attends to that begins after
+    token t + 1.
 
     Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), training-time test. Deviation: entries outside the answer are
     computed, but no drafts begin there.

@@ -95,7 +95,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """Parts of a target that recipes read. They are not trained.
+    """Parts of a target that recipes read. These parts are not trained.
 
     Args:
       name: name of the target.

@@ -35,9 +35,9 @@ class Hits:
     """Ranks of the target's own continuation among the candidates of a drafter.
 
     Args:
-      ranks: one entry per position. Its element d is the rank, among the candidates of head d, of the token d + 2
-        positions later; `MISS` if the token is not among the first candidates. Entries near the end of a text are
-        shorter.
+      ranks: one entry per position. Element d is the rank, among the candidates of head d, of the
+        token d + 2 positions later; `MISS` if the token is not among the first candidates. Entries near the end of a
+        text are shorter.
       num_heads: number of heads of the drafter, or of levels that were recorded.
       are_whole: False if every entry ends at its first rank other than 0.
     """
@@ -90,7 +90,8 @@ def measured_hits(
     """Decode prompts and return the ranks of the target's tokens among the candidates of the heads.
 
     Args:
-      drafter: the drafter with the heads. It drafts while the prompts are decoded, which does not change the output.
+      drafter: the drafter with the heads. The drafter drafts while the prompts are decoded, which does not change the
+        output.
       params: sampling parameters. Candidates are ranked as for a row with these parameters.
       interrupted: event that is set if Ctrl-C ended the decoding early; without one, KeyboardInterrupt is raised.
 

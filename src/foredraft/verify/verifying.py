@@ -47,6 +47,12 @@ SHARE_UNKEYED = 0.7
 """Same share for subjects whose sampled tokens are not compared."""
 
 
+def check_false_alarm_rate(rate: float) -> None:
+    """Raise ConfigError for a rate that is not between 0 and 1."""
+    if not 0.0 < rate < 1.0:
+        raise ConfigError(f"false_alarm_rate is {rate}; it must be between 0 and 1")
+
+
 def verify(
     llm: LLM,
     prompts: Any,
@@ -81,8 +87,7 @@ def verify(
     Raises: ConfigError for values out of range, PromptError for invalid prompts.
     Randomness: keyed by ``seed``. The same call gives the same tokens, and as many of them as time allows.
     """
-    if not 0.0 < false_alarm_rate < 1.0:
-        raise ConfigError(f"false_alarm_rate is {false_alarm_rate}; it must be between 0 and 1")
+    check_false_alarm_rate(false_alarm_rate)
     if max_tokens < DEPTH or budget_seconds <= 0:
         raise ConfigError(
             f"max_tokens is {max_tokens} and budget_seconds is {budget_seconds}; max_tokens must be at least {DEPTH} "

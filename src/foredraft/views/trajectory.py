@@ -73,11 +73,11 @@ def trajectory(
       initial_guess: first guess for every block, as in the method ``jacobi``.
       model_options: arguments of a new `LLM`.
 
-    Returns: the trajectory. Its output is that of plain decoding.
+    Returns: the trajectory. The output of the trajectory is that of plain decoding.
     Raises: ConfigError, PromptError; NumericsError if the model returns NaN.
-    Exactness: the last iterate of a block is the fixed point. It is reached after at most as many iterations as the
-      block has tokens. If a forward pass verifies fewer tokens than the block has, only the first tokens of the block
-      are iterated, and `Block.verified` counts them.
+    Exactness: the last iterate of a block is the fixed point. The fixed point is reached after at most as many
+      iterations as the block has tokens. If a forward pass verifies fewer tokens than the block has, only the first
+      tokens of the block are iterated, and `Block.verified` counts them.
     Randomness: the seed of the parameters. Every iteration of a position uses the same noise as the final choice.
     """
     INITIAL_GUESS.read("trajectory", "initial_guess", initial_guess)

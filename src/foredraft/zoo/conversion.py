@@ -171,7 +171,8 @@ def _parents() -> list[Path]:
 def _writable_parent(manifest: Manifest) -> Path:
     """Return the cache or, if it cannot be written (a container, a service account), a folder for temporary files.
 
-    A cache folder that the user has chosen is not replaced. It must be wrong, and the user has to correct it.
+    A cache folder that the user has chosen is not replaced. The chosen folder must be wrong, and the user has to
+    correct it.
     """
     wanted, instead = cache_folder("zoo"), temporary_folder("zoo")
     try:

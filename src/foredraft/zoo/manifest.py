@@ -15,7 +15,7 @@ from foredraft.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 HEADS = ("medusa", "hydra", "hydra++", "eagle", "eagle3")
-"""Heads that a model may include. They are beside the manifest, even if the weights are elsewhere."""
+"""Heads that a model may include. The heads are beside the manifest, even if the weights are elsewhere."""
 ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates", *HEADS)
 """Parts and extra files that a model may include."""
 

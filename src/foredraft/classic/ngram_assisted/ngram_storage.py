@@ -25,8 +25,8 @@ Best = dict[Gram, int]
 
 
 class NgramOrderError(ConfigError, AssertionError):
-    """n below 2. It is an AssertionError as well, because the description asserts n, and programs may expect that
-    error."""
+    """n below 2. The error is an AssertionError as well, because the description asserts n, and programs may expect
+    that error."""
 
 
 class INgramStorage(ABC):
@@ -54,8 +54,8 @@ class INgramStorage(ABC):
 
         Args:
           input_ids: int64 (batch, T).
-        Returns: tokens int64 (batch, 1), and bool (batch, 1), True if the context is known. Otherwise the token is
-        random.
+        Returns: tokens int64 (batch, 1), and bool (batch, 1), True if the context is known. For an unknown context, the
+          token is random.
         Randomness: torch's global generator, for unknown contexts only.
         """
 

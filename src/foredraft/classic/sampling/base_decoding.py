@@ -41,8 +41,9 @@ class Beam:
 class BeamSearch:
     """Beam search over the ``num_beams`` most likely running outputs, and as many that have ended.
 
-    An output ends with an EOS token or at the length limit. It counts only if it is among the best ``num_beams`` of its
-    step, as in transformers. The search ends when no running output can beat the best one that has ended.
+    An output ends with an EOS token or at the length limit. An ended output counts only if it is among the best
+    ``num_beams`` of its step, as in transformers. The search ends when no running output can beat the best one that has
+    ended.
 
     The engine does not support beam search and refuses it by name, because beams are not drafts.
 

@@ -55,7 +55,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
     Exactness: lossless for any acceptance rule that takes deterministic drafts. A block of m guesses takes at most m
     steps, since each step makes at least one more token final.
     Randomness: initial guesses of "prompt" and "random" use the row's seed, independent of all numbers that decide
-    emitted tokens. Those of "random" are a function of seed and position.
+      emitted tokens. Guesses of "random" are a function of seed and position.
     Cost: O(block) per step, independent of the context length.
     """
 

@@ -30,7 +30,7 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
     2024, arXiv:2404.08698). Deviations: dev/deviations.md.
 
     A tree has at most ``num_draft_branches`` * depth drafted nodes, the likeliest paths first. A shared storage lives
-    until `reset`. Its state file is read when it exists, and written when the last running row has ended.
+    until `reset`. The state file is read when it exists, and written when the last running row has ended.
 
     Args:
       options: keys of the method.

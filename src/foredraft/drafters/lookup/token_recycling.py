@@ -37,8 +37,8 @@ class TokenRecyclingDrafter(ContextDrafter):
     used here.
 
     The target's top tokens along the prompt (initial_state="prompt") add 4 % tokens per step and make the prefill a
-    quarter longer (dev/log, 2026-11-25). A state file keeps a matrix that was made from the vocabulary or that
-    requests share. It is read if it exists, and written after the pass over the vocabulary or when the last shared row
+    quarter longer (dev/log, 2026-11-25). A state file keeps a matrix that was made from the vocabulary or that requests
+    share. The file is read if it exists. It is written after the pass over the vocabulary, or when the last shared row
     has ended.
 
     Args:

@@ -83,8 +83,8 @@ class Text:
 
 
 class Journal:
-    """Delivered output of a request. It replaces `foredraft.engine.frontend.Stream`, with the parts that responses
-    need.
+    """Delivered output of a request. The journal replaces `foredraft.engine.frontend.Stream`, with the parts that
+    responses need.
 
     Args:
       params: sampling parameters of each prompt, with a seed.
