@@ -119,6 +119,11 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
     if against in (PLAIN, LOOKUP, ASSISTED):
         if against == ASSISTED and drafting.draft_model is None:
             raise ConfigError(f"{ASSISTED} needs a small model; give one with --draft-model")
+        if llm.target.activations is not None:
+            raise ConfigError(
+                f"transformers does not round activations, so --against {against} cannot check a model with "
+                f"{llm.target.activations} activations; leave --activations out, or leave --against out"
+            )
         model = _loaded(name, llm)
         if llm.target.quantization in ROUNDINGS:
             round_weights(model, llm.target.quantization)

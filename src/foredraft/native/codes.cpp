@@ -1,9 +1,12 @@
 // Products of float32 or bfloat16 with a matrix of integer codes of 8, 6, 5 or 4 bits. Scales are by output, or by output and
 // group of inputs. Zeros are by group, if codes are not symmetric about 0.
 //
-// Each row is rounded by itself to 16 bits, or to 8 for drafts, with one scale per span of inputs. Sums over a span are
-// then integers, which are exact in any order and with any instruction. They are added span after span. A row therefore
-// has the same bits in a batch of any size and on every CPU.
+// Each row is rounded by itself to 16 or 8 bits, with one scale per span of inputs. Sums over a span are then integers,
+// which are exact in any order and with any instruction. They are added span after span. A row therefore has the same bits
+// in a batch of any size and on every CPU.
+//
+// A few rows are multiplied by packed codes, which are unpacked in registers. For more rows, a tile of codes is unpacked
+// once into the L1 cache.
 
 #include "abi.h"
 #include "functions.h"
@@ -47,6 +50,7 @@ struct Rounded {
   int64_t rows, inputs, span, spans;  // inputs: padded with zeros
   int64_t bytes, stored;              // bytes of a rounded activation, and of its layout in memory
   Layout layout;
+  bool ignores_infinite;
   std::vector<uint8_t> values;
   std::vector<float> scales, sums;  // by span and row; sums: of the rounded numbers
   std::vector<int32_t> starts;      // initial value of sums, which corrects for the excess of codes
@@ -56,9 +60,11 @@ struct Rounded {
   void take(const Matrix& matrix, const T* x, int64_t count, int threads) {
     const int64_t given = matrix.inputs, whole = matrix.group ? matrix.group : CODES_SPAN;
     rows = count, span = least(whole, CODES_SPAN), inputs = rounded_up(given, whole), spans = inputs / span;
-    bytes = matrix.activation_bytes;
-    const bool is_split = matrix.kind == NIBBLES && rows <= MOST_SPLIT_ROWS, is_byte = matrix.kind == BYTES && bytes == 1;
-    layout = !has_vnni ? WORDS : is_split ? SPLIT : is_byte ? ONE_BYTE : WORDS;
+    bytes = matrix.activation_bytes, ignores_infinite = matrix.ignores_infinite;
+    if (bytes == 1)
+      layout = has_vnni || matrix.kind != BYTES ? ONE_BYTE : WORDS;  // sums of two products of bytes exceed 16 bits
+    else
+      layout = has_vnni && matrix.kind == NIBBLES && rows <= MOST_SPLIT_ROWS ? SPLIT : WORDS;
     stored = layout == ONE_BYTE ? 1 : 2;
     excess = matrix.zeros ? matrix.zero_kind == BYTES : 1 << (bits_of(matrix.kind) - 1);
     values.resize(rows * inputs * stored);
@@ -95,8 +101,7 @@ struct Rounded {
         case SPLIT: write_split(to + i * LANES * 2, whole); break;
       }
     }
-    // in a draft, infinite numbers become 0, since its keys and values would keep them
-    const float scale = is_usable ? peak / LARGEST[bytes] : bytes == 1 || (peak < 1e34f && is_finite) ? 0.0f : NAN;
+    const float scale = is_usable ? peak / LARGEST[bytes] : ignores_infinite || (peak < 1e34f && is_finite) ? 0.0f : NAN;
     const int32_t sum = sum_of_whole(total);
     scales[place] = scale, sums[place] = (float)sum * scale, starts[place] = -excess * sum;
   }
@@ -198,7 +203,8 @@ static ALWAYS_INLINE Whole four_codes(const uint8_t* unit, int group) {
   return bits_in_either(codes, bits_in_both(moved, all_whole(BITS == 5 ? 0x10101010 : 0x30303030)));
 }
 
-// Calls use(group, codes) for every group of four inputs of a span. `codes` are vectors of bytes, one per part.
+// Calls use(first, group, codes) for every group of four inputs of a span: group `group` of a unit whose first group is
+// `first`. `codes` are vectors of bytes, one per part.
 template <int BITS, typename Use>
 static ALWAYS_INLINE void each_four(const uint8_t* weight, int64_t inputs, const Use& use) {
   enum { GROUPS = groups_of_unit<BITS>, UNIT = bytes_of_unit<BITS> };
@@ -208,7 +214,7 @@ static ALWAYS_INLINE void each_four(const uint8_t* weight, int64_t inputs, const
     for (int group = 0; group < GROUPS; ++group) {
       Whole codes[PARTS];
       for (int j = 0; j < PARTS; ++j) codes[j] = four_codes<BITS>(weight + 4 * LANES * j, group);
-      use(first + group, codes);
+      use(first, group, codes);
     }
   }
 }
@@ -223,12 +229,12 @@ static ALWAYS_INLINE Whole with_pairs(Whole sums, Whole codes, Whole both) {
 template <int BITS, int ROWS, bool VNNI>
 static ALWAYS_INLINE void add_words(const uint8_t* weight, const uint8_t* values, int64_t inputs,
                                     Whole (&sums)[ROWS][PARTS]) {
-  each_four<BITS>(weight, inputs, [&](int64_t group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
+  each_four<BITS>(weight, inputs, [&](int64_t unit, int group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
     Whole even_codes[PARTS], odd_codes[PARTS];
     for (int j = 0; j < PARTS; ++j) even_codes[j] = even(codes[j]), odd_codes[j] = odd(codes[j]);
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
-      const uint8_t* four = values + (i * inputs + group * 4) * 2;
+      const uint8_t* four = values + (i * inputs + (unit + group) * 4) * 2;
       const Whole first = four_of(four), second = four_of(four + 4);
       for (int j = 0; j < PARTS; ++j)
         sums[i][j] = with_pairs<VNNI>(with_pairs<VNNI>(sums[i][j], even_codes[j], first), odd_codes[j], second);
@@ -243,10 +249,10 @@ static ALWAYS_INLINE void add_split(const uint8_t* weight, const uint8_t* values
   Whole upper[ROWS][PARTS];
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < PARTS; ++j) upper[i][j] = all_whole(0);
-  each_four<4>(weight, inputs, [&](int64_t group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
+  each_four<4>(weight, inputs, [&](int64_t unit, int group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int i = 0; i < ROWS; ++i) {
-      const uint8_t* four = values + (i * inputs + group * 4) * 2;
+      const uint8_t* four = values + (i * inputs + (unit + group) * 4) * 2;
       const Whole high = four_of(four), low = four_of(four + 4);
       for (int j = 0; j < PARTS; ++j) {
         upper[i][j] = add_fours_at_once(upper[i][j], codes[j], high);
@@ -258,21 +264,34 @@ static ALWAYS_INLINE void add_split(const uint8_t* weight, const uint8_t* values
     for (int j = 0; j < PARTS; ++j) sums[i][j] = add_whole(sums[i][j], times_256(upper[i][j]));
 }
 
-// The same for codes and activations of one byte.
-template <int ROWS>
+// Most groups of four inputs whose products with bytes are added in 16 bits: two of each group.
+template <int BITS>
+constexpr int groups_in_words = 32767 / (2 * 127 * ((1 << BITS) - 1));
+
+// The same for activations of one byte.
+template <int BITS, int ROWS, bool VNNI>
 static ALWAYS_INLINE void add_bytes(const uint8_t* weight, const uint8_t* values, int64_t inputs,
                                     Whole (&sums)[ROWS][PARTS]) {
-  each_four<8>(weight, inputs, [&](int64_t group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
+  Whole words[ROWS][PARTS];
+  each_four<BITS>(weight, inputs, [&](int64_t unit, int group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
+    constexpr int count = BITS == 8 ? 1 : least(groups_in_words<BITS>, groups_of_unit<BITS>);
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
-      const Whole four = four_of(values + i * inputs + group * 4);
-      for (int j = 0; j < PARTS; ++j) sums[i][j] = add_fours_at_once(sums[i][j], codes[j], four);
+      const Whole four = four_of(values + i * inputs + (unit + group) * 4);
+      for (int j = 0; j < PARTS; ++j) {
+        if (VNNI) {
+          sums[i][j] = add_fours_at_once(sums[i][j], codes[j], four);
+        } else {
+          words[i][j] = group % count ? add_twos(words[i][j], codes[j], four) : twos(codes[j], four);
+          if (group % count == count - 1) sums[i][j] = add_pairs(sums[i][j], words[i][j], all_words(1));
+        }
+      }
     }
   });
 }
 
 // Multiplies a few rows by the packed codes of a block. BITS of a code; LAYOUT of activations; VNNI: use its instructions
-// that multiply and add, required for bytes.
+// that multiply and add.
 template <int BITS, int LAYOUT, int SCALING, int ROWS, bool VNNI>
 static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
   const int64_t first = block * CODES_BLOCK;
@@ -286,7 +305,7 @@ static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int
     Whole sums[ROWS][PARTS];
     begin<SCALING>(matrix, x, at, place, sums);
     if constexpr (LAYOUT == ONE_BYTE)
-      add_bytes<ROWS>(weight, x.values_of(at), x.span, sums);
+      add_bytes<BITS, ROWS, VNNI>(weight, x.values_of(at), x.span, sums);
     else if constexpr (LAYOUT == SPLIT)
       add_split<ROWS>(weight, x.values_of(at), x.span, sums);
     else
@@ -310,9 +329,9 @@ static ALWAYS_INLINE void block_rows(const Matrix& matrix, const Rounded& x, int
     finish<ROWS>(matrix, row, first, scales, totals, (float*)out);
 }
 
-template <int BITS, int SCALING, int ROWS>
+template <int BITS, int LAYOUT, int SCALING, int ROWS>
 static void wide_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, void* out) {
-  block_rows<BITS, WORDS, SCALING, ROWS, false>(matrix, x, row, block, out);
+  block_rows<BITS, LAYOUT, SCALING, ROWS, false>(matrix, x, row, block, out);
 }
 
 template <int BITS, int LAYOUT, int SCALING, int ROWS>
@@ -324,17 +343,19 @@ template <int BITS, int LAYOUT, int SCALING, int ROWS>
 static void some_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t row, int64_t block, void* out) {
   if constexpr (ROWS > 1)
     if (rows < ROWS) return some_rows<BITS, LAYOUT, SCALING, ROWS - 1>(matrix, x, rows, row, block, out);
-  if (has_vnni)
+  if constexpr (LAYOUT == SPLIT || (LAYOUT == ONE_BYTE && BITS == 8))  // only with VNNI
+    vnni_rows<BITS, LAYOUT, SCALING, ROWS>(matrix, x, row, block, out);
+  else if (has_vnni)
     vnni_rows<BITS, LAYOUT, SCALING, ROWS>(matrix, x, row, block, out);
   else
-    wide_rows<BITS, SCALING, ROWS>(matrix, x, row, block, out);
+    wide_rows<BITS, LAYOUT, SCALING, ROWS>(matrix, x, row, block, out);
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-enum { UNPACKED = 16 };  // bits of a code of a tile
+enum { UNPACKED = 16 };  // bits of a code of a tile that is multiplied by words
 
-// A tile: codes of a block of outputs and a few spans, in words of 16 bits in the order of activations, and their scales.
+// A tile: codes of a block of outputs and a few spans, in words in the order of activations or in bytes, and their scales.
 // They are unpacked once for all rows.
 namespace {
 struct Tile {
@@ -352,14 +373,14 @@ template <int ROWS>
 using Multiply = void(const uint8_t* codes, const uint8_t* values, int64_t inputs, Sums<ROWS>& sums);
 }
 
-// Unpacks the codes of a tile.
-template <int BITS>
+// Unpacks the codes of a tile, for activations in bytes or words.
+template <int BITS, int LAYOUT>
 static ALWAYS_INLINE void unpack(const uint8_t* weight, int64_t inputs, Tile& tile) {
-  each_four<BITS>(weight, inputs, [&](int64_t group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
-    uint8_t* to = tile.codes + group * CODES_BLOCK * 8;
+  each_four<BITS>(weight, inputs, [&](int64_t unit, int group, const Whole(&codes)[PARTS]) __attribute__((always_inline)) {
+    int32_t* to = (int32_t*)tile.codes + (unit + group) * CODES_BLOCK * stored_bytes<LAYOUT>;
     for (int j = 0; j < PARTS; ++j) {
-      write_whole((int32_t*)to + j * LANES, even(codes[j]));
-      write_whole((int32_t*)to + CODES_BLOCK + j * LANES, odd(codes[j]));
+      write_whole(to + j * LANES, LAYOUT == ONE_BYTE ? codes[j] : even(codes[j]));
+      if (LAYOUT != ONE_BYTE) write_whole(to + CODES_BLOCK + j * LANES, odd(codes[j]));
     }
   });
 }
@@ -417,46 +438,96 @@ static ALWAYS_INLINE void multiply_words(const uint8_t* codes, const uint8_t* va
     for (int j = 0; j < TILE_PARTS; ++j) write_whole(out[i] + output + j * LANES, sums[i][j]);
 }
 
-// The functions below are not inlined, so that the sums of the loop above stay in registers.
-template <int BITS, int ROWS>
-static NOT_INLINE void wide_words(const uint8_t* codes, const uint8_t* values, int64_t inputs, Sums<ROWS>& sums) {
-  for (int64_t output = 0; output < CODES_BLOCK; output += TILE_PARTS * LANES)
-    multiply_words<BITS, ROWS, false>(codes + output * 4, values, inputs, output, sums);
+// The same for the codes of a tile in bytes. BITS of a code.
+template <int BITS, int ROWS, bool VNNI>
+static ALWAYS_INLINE void multiply_bytes(const uint8_t* codes, const uint8_t* values, int64_t inputs, int64_t output,
+                                         Sums<ROWS>& out) {
+  constexpr int most = VNNI || BITS == 8 ? CODES_SPAN / 4 : groups_in_words<BITS>;
+  for (int64_t first = 0; first < inputs / 4; first += most) {
+    Whole sums[ROWS][TILE_PARTS];
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < TILE_PARTS; ++j) sums[i][j] = all_whole(0);
+    const uint8_t* end = values + least(most * 4, inputs - first * 4);
+    do {
+      Whole here[TILE_PARTS];
+      for (int j = 0; j < TILE_PARTS; ++j) here[j] = read_bytes(codes + j * LANES * 4);
+#pragma GCC unroll 8
+      for (int i = 0; i < ROWS; ++i) {
+        const Whole four = four_of(values + i * inputs);
+        for (int j = 0; j < TILE_PARTS; ++j)
+          sums[i][j] = VNNI ? add_fours_at_once(sums[i][j], here[j], four) : add_twos_in_place(sums[i][j], here[j], four);
+      }
+      codes += CODES_BLOCK * 4, values += 4;
+    } while (values < end);
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < TILE_PARTS; ++j) {
+        int32_t* to = out[i] + output + j * LANES;
+        write_whole(to, VNNI ? sums[i][j] : add_pairs(first ? read_bytes(to) : all_whole(0), sums[i][j], all_words(1)));
+      }
+  }
 }
 
-template <int BITS, int ROWS>
-static NOT_INLINE WITH_VNNI void vnni_words(const uint8_t* codes, const uint8_t* values, int64_t inputs, Sums<ROWS>& sums) {
+// The functions below are not inlined, so that sums stay in registers.
+template <int BITS, int LAYOUT, int ROWS, bool VNNI>
+static ALWAYS_INLINE void multiply_span(const uint8_t* codes, const uint8_t* values, int64_t inputs, Sums<ROWS>& sums) {
   for (int64_t output = 0; output < CODES_BLOCK; output += TILE_PARTS * LANES)
-    multiply_words<BITS, ROWS, true>(codes + output * 4, values, inputs, output, sums);
+    if constexpr (LAYOUT == ONE_BYTE)
+      multiply_bytes<BITS, ROWS, VNNI>(codes + output * 4, values, inputs, output, sums);
+    else
+      multiply_words<BITS, ROWS, VNNI>(codes + output * 4, values, inputs, output, sums);
 }
 
-// Returns the function that multiplies a few rows by codes of these bits.
+template <int BITS, int LAYOUT, int ROWS>
+static NOT_INLINE void wide_span(const uint8_t* codes, const uint8_t* values, int64_t inputs, Sums<ROWS>& sums) {
+  multiply_span<BITS, LAYOUT, ROWS, false>(codes, values, inputs, sums);
+}
+
+template <int BITS, int LAYOUT, int ROWS>
+static NOT_INLINE WITH_VNNI void vnni_span(const uint8_t* codes, const uint8_t* values, int64_t inputs, Sums<ROWS>& sums) {
+  multiply_span<BITS, LAYOUT, ROWS, true>(codes, values, inputs, sums);
+}
+
+template <int BITS, int LAYOUT, int ROWS>
+static Multiply<ROWS>* of_span() {
+  return has_vnni ? vnni_span<BITS, LAYOUT, ROWS> : wide_span<BITS, LAYOUT, ROWS>;
+}
+
+// Returns the function that multiplies a few rows by codes of a span: packed ones of these bits, or those of a tile.
 template <int ROWS>
-static Multiply<ROWS>* function_of(int bits) {
-  if (TILE_ROWS > MOST_ROWS) {
+static Multiply<ROWS>* function_of(int bits, bool is_packed, Layout layout) {
+  if (layout == ONE_BYTE) {
     switch (bits) {
-      case 4: return has_vnni ? vnni_words<4, ROWS> : wide_words<4, ROWS>;
-      case 5: return has_vnni ? vnni_words<5, ROWS> : wide_words<5, ROWS>;
-      case 6: return has_vnni ? vnni_words<6, ROWS> : wide_words<6, ROWS>;
-      case 8: return has_vnni ? vnni_words<8, ROWS> : wide_words<8, ROWS>;
+      case 4: return of_span<4, ONE_BYTE, ROWS>();
+      case 5: return of_span<5, ONE_BYTE, ROWS>();
+      case 6: return of_span<6, ONE_BYTE, ROWS>();
+      default: return vnni_span<8, ONE_BYTE, ROWS>;
     }
   }
-  return has_vnni ? vnni_words<UNPACKED, ROWS> : wide_words<UNPACKED, ROWS>;
+  if (TILE_ROWS > MOST_ROWS && is_packed) {
+    switch (bits) {
+      case 4: return of_span<4, WORDS, ROWS>();
+      case 5: return of_span<5, WORDS, ROWS>();
+      case 6: return of_span<6, WORDS, ROWS>();
+      default: return of_span<8, WORDS, ROWS>();
+    }
+  }
+  return of_span<UNPACKED, WORDS, ROWS>();
 }
 
-// Adds the products of a few rows and a tile to the totals. `row` is counted from the first row of the tile, `first`. `bits`
-// are those of a code in `codes`.
+// Adds the products of a few rows and a tile to the totals. `row` is counted from the first row of the tile, `first`.
+// `codes` are packed, or those of the tile.
 template <int SCALING, int ROWS>
-static void add_rows(const Matrix& matrix, const Rounded& x, const uint8_t* codes, int bits, int64_t rows, int64_t first,
+static void add_rows(const Matrix& matrix, const Rounded& x, const uint8_t* codes, int64_t rows, int64_t first,
                      int64_t row, Tile& tile) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return add_rows<SCALING, ROWS - 1>(matrix, x, codes, bits, rows, first, row, tile);
-  Multiply<ROWS>* const multiply = function_of<ROWS>(bits);
+    if (rows < ROWS) return add_rows<SCALING, ROWS - 1>(matrix, x, codes, rows, first, row, tile);
+  const bool is_packed = codes != tile.codes;
+  Multiply<ROWS>* const multiply = function_of<ROWS>(bits_of(matrix.kind), is_packed, x.layout);
   for (int64_t span = 0; span < tile.count; ++span) {
     const int64_t at = (tile.first + span) * x.rows + first + row, place = tile.places[span];
     Sums<ROWS> sums;
     multiply(codes, x.values_of(at), x.span, sums);
-    codes += x.span * CODES_BLOCK * bits / 8;
+    codes += x.span * CODES_BLOCK * (is_packed ? bits_of(matrix.kind) : x.stored * 8) / 8;
     const float *row_scales = x.scales.data() + at, *row_sums = x.sums.data() + at;
     Vector scales[PARTS], zeros[PARTS];
     for (int j = 0; j < PARTS; ++j)
@@ -486,7 +557,7 @@ static ALWAYS_INLINE void each_group(int64_t count, int64_t most, const Use& use
 }
 
 // Multiplies rows `first` and later by a block, tile after tile.
-template <int BITS, int SCALING>
+template <int BITS, int LAYOUT, int SCALING>
 static void block_tiles(const Matrix& matrix, const Rounded& x, int64_t first, int64_t rows, int64_t block, void* out) {
   const int64_t output = block * CODES_BLOCK, spans_of_group = SCALING == BY_OUTPUT ? x.spans : matrix.group / x.span;
   const uint8_t* weight = (const uint8_t*)matrix.weight + output * x.inputs * BITS / 8;
@@ -495,12 +566,12 @@ static void block_tiles(const Matrix& matrix, const Rounded& x, int64_t first, i
   for (tile.first = 0; tile.first < x.spans; tile.first += tile.count) {
     tile.count = least(CODES_SPAN / x.span, x.spans - tile.first);
     read_scales<SCALING>(matrix, block, x.spans / spans_of_group, spans_of_group, tile);
-    if (rows <= TILE_ROWS) {
-      add_rows<SCALING, TILE_ROWS>(matrix, x, weight, BITS, rows, first, 0, tile);
+    if (LAYOUT == WORDS && rows <= TILE_ROWS) {
+      add_rows<SCALING, TILE_ROWS>(matrix, x, weight, rows, first, 0, tile);
     } else {
-      unpack<BITS>(weight, tile.count * x.span, tile);
+      unpack<BITS, LAYOUT>(weight, tile.count * x.span, tile);
       each_group(rows, TILE_ROWS, [&](int64_t row, int64_t here) {
-        add_rows<SCALING, TILE_ROWS>(matrix, x, tile.codes, UNPACKED, here, first, row, tile);
+        add_rows<SCALING, TILE_ROWS>(matrix, x, tile.codes, here, first, row, tile);
       });
     }
     weight += tile.count * x.span * CODES_BLOCK * BITS / 8;
@@ -520,9 +591,9 @@ template <int BITS, int LAYOUT, int SCALING>
 static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
   share_out((matrix.outputs + CODES_BLOCK - 1) / CODES_BLOCK, threads, [&](int64_t first, int64_t last, int) {
     for (int64_t block = first; block < last; ++block)
-      if (LAYOUT == WORDS && rows > MOST_ROWS)
+      if (LAYOUT != SPLIT && rows > MOST_ROWS)
         each_group(rows, MOST_TILED, [&](int64_t row, int64_t here) {
-          block_tiles<BITS, SCALING>(matrix, x, row, here, block, out);
+          block_tiles<BITS, LAYOUT, SCALING>(matrix, x, row, here, block, out);
         });
       else
         each_group(rows, LAYOUT == SPLIT ? least(MOST_ROWS, MOST_SPLIT_ROWS) : MOST_ROWS, [&](int64_t row, int64_t here) {
@@ -537,6 +608,12 @@ static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void*
   if (!matrix.zeros) return multiply<BITS, LAYOUT, BY_GROUP>(matrix, x, rows, out, threads);
   if (matrix.zero_kind == BYTES) return multiply<BITS, LAYOUT, WITH_ZERO_CODES>(matrix, x, rows, out, threads);
   multiply<BITS, LAYOUT, WITH_ZEROS>(matrix, x, rows, out, threads);
+}
+
+template <int BITS>
+static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
+  if (x.layout == ONE_BYTE) return multiply<BITS, ONE_BYTE>(matrix, x, rows, out, threads);
+  multiply<BITS, WORDS>(matrix, x, rows, out, threads);
 }
 
 static inline float value_at(int64_t kind, const void* from, const void* halves, int64_t place, int64_t shared) {
@@ -592,16 +669,11 @@ extern "C" void multiply_codes(const Matrix* matrix, const void* x, int64_t rows
     rounded.take(*matrix, (const Bfloat16*)x, rows, threads);
   else
     rounded.take(*matrix, (const float*)x, rows, threads);
-  if (rounded.layout == SPLIT)
-    multiply<4, SPLIT>(*matrix, rounded, rows, out, threads);
-  else if (matrix->kind == NIBBLES)
-    multiply<4, WORDS>(*matrix, rounded, rows, out, threads);
-  else if (matrix->kind == FIVES)
-    multiply<5, WORDS>(*matrix, rounded, rows, out, threads);
-  else if (matrix->kind == SIXES)
-    multiply<6, WORDS>(*matrix, rounded, rows, out, threads);
-  else if (rounded.layout == ONE_BYTE)
-    multiply<8, ONE_BYTE, BY_OUTPUT>(*matrix, rounded, rows, out, threads);
-  else
-    multiply<8, WORDS>(*matrix, rounded, rows, out, threads);
+  switch (matrix->kind) {
+    case NIBBLES: return rounded.layout == SPLIT ? multiply<4, SPLIT>(*matrix, rounded, rows, out, threads)
+                                                 : multiply<4>(*matrix, rounded, rows, out, threads);
+    case FIVES: return multiply<5>(*matrix, rounded, rows, out, threads);
+    case SIXES: return multiply<6>(*matrix, rounded, rows, out, threads);
+    default: multiply<8>(*matrix, rounded, rows, out, threads);
+  }
 }

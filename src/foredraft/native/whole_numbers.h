@@ -14,6 +14,9 @@ static inline Whole odd(Whole bytes) { return _mm256_srli_epi16(bytes, 8); }
 static inline Whole add_whole(Whole a, Whole b) { return _mm256_add_epi32(a, b); }
 static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 static inline Whole multiply_whole(Whole a, Whole b) { return _mm256_mullo_epi32(a, b); }
+static inline Whole all_words(int16_t value) { return _mm256_set1_epi16(value); }
+static inline Whole twos(Whole a, Whole b) { return _mm256_maddubs_epi16(a, b); }
+static inline Whole add_twos(Whole sums, Whole a, Whole b) { return _mm256_add_epi16(sums, twos(a, b)); }
 static inline Whole lower_halves(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 static inline Whole times_256(Whole values) { return _mm256_slli_epi32(values, 8); }
 static inline Whole bits_in_both(Whole a, Whole b) { return _mm256_and_si256(a, b); }
@@ -39,10 +42,14 @@ static inline void write_words(uint8_t* to, Whole values) {
   const __m128i words = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packs_epi32(values, values), 0x08));
   _mm_storeu_si128((__m128i*)to, _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xd8), 0xd8));
 }
-// Adds pairs of products to sums in the registers of these. Compilers move products ahead of additions and then run out of
+// The same with sums that stay in their registers. Compilers move products ahead of additions and then run out of
 // registers, or copy sums.
 static inline Whole add_pairs_in_place(Whole sums, Whole a, Whole b) {
   asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(a, b)));
+  return sums;
+}
+static inline Whole add_twos_in_place(Whole sums, Whole a, Whole b) {
+  asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(twos(a, b)));
   return sums;
 }
 static const bool has_vnni = false;
@@ -59,6 +66,9 @@ static inline Whole odd(Whole bytes) { return _mm512_srli_epi16(bytes, 8); }
 static inline Whole add_whole(Whole a, Whole b) { return _mm512_add_epi32(a, b); }
 static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b)); }
 static inline Whole multiply_whole(Whole a, Whole b) { return _mm512_mullo_epi32(a, b); }
+static inline Whole all_words(int16_t value) { return _mm512_set1_epi16(value); }
+static inline Whole twos(Whole a, Whole b) { return _mm512_maddubs_epi16(a, b); }
+static inline Whole add_twos(Whole sums, Whole a, Whole b) { return _mm512_add_epi16(sums, twos(a, b)); }
 static inline Whole lower_halves(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 static inline Whole times_256(Whole values) { return _mm512_slli_epi32(values, 8); }
 static inline Whole bits_in_both(Whole a, Whole b) { return _mm512_and_si512(a, b); }
@@ -84,6 +94,7 @@ static inline void write_words(uint8_t* to, Whole values) {
   _mm256_storeu_si256((__m256i*)to, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
 }
 static inline Whole add_pairs_in_place(Whole sums, Whole a, Whole b) { return add_pairs(sums, a, b); }
+static inline Whole add_twos_in_place(Whole sums, Whole a, Whole b) { return add_twos(sums, a, b); }
 #if defined(__AVX512VNNI__)
 static const bool has_vnni = true;
 #define WITH_VNNI inline
