@@ -50,7 +50,7 @@ from foredraft.machine import collector_paused
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.execution import check_kind
-from foredraft.model.execution.rounding import check_quantization, check_weights
+from foredraft.model.execution.rounding import check_activations, check_quantization, check_weights
 from foredraft.progress import progress_bar, stage
 from foredraft.prompts.prompts import Prompts, chat_prompt, conversations_of, read_params, read_prompts, seeded
 from foredraft.structured.grammars import Grammars
@@ -90,6 +90,8 @@ class LLM:
         converts them to the dtype. None is "stored" for a quantised GGUF file on a CPU with kernels.
       kv_cache_dtype: "bfloat16" or "int8" rounds keys and values when they are written. The model with that cache is
         then the target, with or without drafts. "auto" leaves them in the dtype of the model.
+      activations: "int8" rounds the inputs of layers with integer weights to 8 bits instead of 16. Steps over many
+        tokens are then faster, and the model changes a little. The model with these activations is then the target.
       seed: seed for requests that set none. Request number i then draws with ``mix(seed, i)``, so results are
         repeatable.
       num_cached_prefixes: number of finished requests whose keys and values are kept. Prompts that begin with the same
@@ -135,6 +137,7 @@ class LLM:
         quantization: str | None = None,
         weights: str | None = None,
         kv_cache_dtype: str = "auto",
+        activations: str | None = None,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
         generation_config: str | os.PathLike[str] | GenerationConfig = AUTO,
@@ -160,6 +163,7 @@ class LLM:
         check_quantization(quantization)
         check_weights(weights, quantization)
         check_kv_cache_dtype(kv_cache_dtype)
+        check_activations(activations)
         profile = None if profile_file is None else Profile.load(profile_file)
         check_parts(drafts)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -178,7 +182,7 @@ class LLM:
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
         stage(f"preparing and testing {loaded.name}", logging.DEBUG)
-        self.target = adapter_of(loaded, execution, kv_cache_dtype)
+        self.target = adapter_of(loaded, execution, kv_cache_dtype, activations)
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(
             loaded,

@@ -100,16 +100,23 @@ class OwnArms:
     Args:
       loaded: the target model. The loaded model may be modified.
       name: name of the model as given by the user; drafters of a zoo model are found by its name.
-      kv_cache_dtype: see `LLM`.
+      kv_cache_dtype, activations: see `LLM`.
     """
 
     def __init__(
-        self, loaded: Loaded, name: str, dtype: str, execution: str, exactness: str, kv_cache_dtype: str = "auto"
+        self,
+        loaded: Loaded,
+        name: str,
+        dtype: str,
+        execution: str,
+        exactness: str,
+        kv_cache_dtype: str = "auto",
+        activations: str | None = None,
     ) -> None:
         self._eos = tuple(eos_token_ids(loaded.model))
         self._exactness = exactness
         self.tokenizer = loaded.tokenizer
-        self.target = adapter_of(loaded, execution, kv_cache_dtype)
+        self.target = adapter_of(loaded, execution, kv_cache_dtype, activations)
         zoo_name = name if is_zoo(name) else None
         self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
 

@@ -119,6 +119,7 @@ class Methods:
         quantization: str | None = None,
         weights: str | None = None,
         kv_cache_dtype: str = "auto",
+        activations: str | None = None,
     ) -> None:
         self.settings = settings
         self._say = say
@@ -129,7 +130,8 @@ class Methods:
         check_kinds(self._questions, settings.kinds)
         loaded = load_model(model, dtype=dtype, quantization=quantization, weights=weights)
         self.label = describe(loaded.model)
-        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, kv_cache_dtype)
+        rounding = kv_cache_dtype, activations
+        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, *rounding)
         self.target = self._arms.target
 
     @cached_property

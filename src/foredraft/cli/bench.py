@@ -259,10 +259,11 @@ def _default_model() -> str:
 
 
 def _dtype(target: CausalLM) -> str:
-    """Precision of the arithmetic, and of weights, keys and values if they differ."""
+    """Precision of the arithmetic, and of weights, activations, keys and values if they differ."""
     weights = [] if target.quantization is None else [f"{target.quantization} weights"]
     cells = [] if target.kv_dtype is None else [f"{str(target.kv_dtype).removeprefix('torch.')} keys and values"]
-    return ", ".join([str(target.dtype).removeprefix("torch."), *weights, *cells])
+    inputs = [] if target.activations is None else [f"{target.activations} activations"]
+    return ", ".join([str(target.dtype).removeprefix("torch."), *weights, *inputs, *cells])
 
 
 def _is_toy(model: str) -> bool:

@@ -171,7 +171,7 @@ BATCH = 32
 """Prompts per batch. A batch is generated again if a machine fails or the command is interrupted."""
 RETRIES = 3
 """Limit on failures of machines per batch."""
-ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "generation_config")
+ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "activations", "generation_config")
 """Options of `LLM` that change the output. Drafting does not."""
 WITHOUT = ("metrics", "timings")
 """Fields of a result that differ from run to run."""

@@ -185,6 +185,8 @@ def show(report: dict[str, Any]) -> None:
         bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
         name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]
         facts.add_row("weights", f"{name}, {bits:.2f} bits per weight; a step reads {size:.1f} MB")
+    if model["activations"] is not None:
+        facts.add_row("", f"{model['activations']} activations")
     facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
     facts.add_row("tested", f"drafts as {report['probe']} are verified exactly")
     facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB peak")

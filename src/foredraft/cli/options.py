@@ -194,6 +194,15 @@ class TargetOptions:
             help="Precision of keys and values. auto: that of the model.",
         ),
     ] = "auto"
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8",
+            hidden=True,
+            rich_help_panel=LOADING,
+            help="int8: round the inputs of integer weights to 8 bits instead of 16.",
+        ),
+    ] = None
 
     def loading(self) -> dict[str, Any]:
         """Arguments of `LLM`, without the fields of subclasses."""
@@ -233,7 +242,9 @@ class LoadingOptions(TargetOptions):
     ] = None
 
 
-Loading = Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype"]
+Loading = Annotated[
+    LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "activations"
+]
 """Options of verbs that load a model and set the other options themselves."""
 
 

@@ -81,7 +81,7 @@ def verify(
         from foredraft.verify.verifying import verify as judge
 
         check_false_alarm_rate(false_alarm_rate)
-        subject = None if against is None else _subject(against, drafting)
+        subject = None if against is None else _subject(against, drafting, loading.activations)
         config = "none" if against is not None else drafting.config(loading.profile_file)
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
         asked = ask(llm.tokenizer, name, (given or _questions(name))[:num_prompts], chat=chat, raw=raw)
@@ -113,7 +113,7 @@ def _questions(name: str) -> list[str]:
     return [own[place] for place in (3, 5, 1, 0, 4, 2) if place < len(own)]
 
 
-def _subject(against: str, drafting: DraftingOptions) -> Subject | None:
+def _subject(against: str, drafting: DraftingOptions, activations: str | None) -> Subject | None:
     """The decoder to check; None for a decoder of transformers, which needs the loaded model.
 
     Raises: ConfigError, CheckpointError for a decoder that does not exist or cannot be used.
@@ -126,6 +126,11 @@ def _subject(against: str, drafting: DraftingOptions) -> Subject | None:
     if against == ASSISTED and drafting.draft_model is None:
         raise ConfigError(f"{ASSISTED} needs a small model; give one with --draft-model")
     if against in (PLAIN, LOOKUP, ASSISTED):
+        if activations is not None:
+            raise ConfigError(
+                f"transformers does not round activations, so --against {against} cannot check a model with "
+                f"{activations} activations; leave --activations out, or leave --against out"
+            )
         check_exists(drafting.draft_model)
         return None
     module, _, function = against.partition(":")

@@ -350,6 +350,7 @@ def facts_of(target: CausalLM) -> dict[str, Any]:
         "versions": _versions(),
         **({} if target.quantization is None else {"packed_bytes": target.execution.packed_bytes}),
         **({} if target.kv_dtype is None else {"kv_dtype": str(target.kv_dtype)}),
+        **({} if target.activations is None else {"activations": target.activations}),
     }
 
 

@@ -261,4 +261,5 @@ def _matrix(layers: Sequence[nn.Module], kernels: Library) -> CodesMatrix:
     if any(each is not None for each in biases):
         pairs = zip(weights, biases, strict=True)
         bias = torch.cat([torch.zeros(len(weight)) if each is None else each.float() for weight, each in pairs])
-    return CodesMatrix([Unrounded.of(weight, 8) for weight in weights], bias, kernels, activation_bytes=1)
+    parts = [Unrounded.of(weight, 8) for weight in weights]
+    return CodesMatrix(parts, bias, kernels, activation_bytes=1, ignores_infinite=True)

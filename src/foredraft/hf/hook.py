@@ -40,7 +40,7 @@ from foredraft.loading.models import load_tokenizer
 from foredraft.loading.pairing import Drafting
 from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.execution import check_kind
-from foredraft.model.execution.rounding import check_quantization
+from foredraft.model.execution.rounding import check_activations, check_quantization
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_unwrapped
 from foredraft.progress import stage_if_slow
@@ -55,6 +55,7 @@ def speculate(
     execution: str = "auto",
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    activations: str | None = None,
     **speculative_config: Any,
 ) -> Speculation:
     """Return a callable for ``model.generate(..., custom_generate=speculate(...))``.
@@ -73,24 +74,26 @@ def speculate(
         compiles the decoder layers, which takes about ten seconds; later processes read them from the disk.
       quantization: "int8" or "int4": decode with linear layers rounded to 8 or 4 bits. The model keeps its weights.
       kv_cache_dtype: "bfloat16" or "int8": round keys and values when they are written to the cache.
+      activations: "int8": round the inputs of layers with integer weights to 8 bits instead of 16.
       speculative_config: further keys of the method; see `SpeculativeConfig`.
 
     Raises: ConfigError for an unknown key or execution, a value out of range, or stop strings without a tokenizer.
 
     Exactness: without sampling, the sequences of plain ``generate``; with sampling, its distribution. Under the default
-      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``
-      or ``kv_cache_dtype``, this guarantee is relative to the rounded model.
+      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``,
+      ``kv_cache_dtype`` or ``activations``, this guarantee is relative to the rounded model.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
     check_kind(execution)
     check_quantization(quantization)
     check_kv_cache_dtype(kv_cache_dtype)
+    check_activations(activations)
     return Speculation(
         _config(method, speculative_config),
         streamer=streamer,
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         stop_strings=stop_strings,
-        runs_by=(execution, quantization, kv_cache_dtype),
+        runs_by=(execution, quantization, kv_cache_dtype, activations),
     )
 
 
@@ -125,7 +128,7 @@ class Speculation:
         streamer: Any = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stop_strings: str | Iterable[str] | None = None,
-        runs_by: tuple[str, str | None, str] = ("auto", None, "auto"),
+        runs_by: tuple[str, str | None, str, str | None] = ("auto", None, "auto", None),
     ) -> None:
         self.config = config
         self.stats = RowStats()

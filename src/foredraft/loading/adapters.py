@@ -67,7 +67,7 @@ class Adapter:
 
 
 _LOCK = forking.lock()
-ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str], Adapter]] = (
+ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str, str | None], Adapter]] = (
     weakref.WeakKeyDictionary()
 )
 """Adapters of all models in the process, so that no call probes a model and packs its weights again."""
@@ -75,9 +75,13 @@ ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None,
 
 @makes_on_cpu
 def shared_adapter(
-    model: PreTrainedModel, execution: str = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto"
+    model: PreTrainedModel,
+    execution: str = "auto",
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    activations: str | None = None,
 ) -> Adapter:
-    """Return the adapter of a model in its present state, with linear layers or keys and values rounded if requested.
+    """Return the adapter of a model in its present state, rounded as requested; see `CausalLM`.
 
     Safe to call from several threads.
 
@@ -85,9 +89,15 @@ def shared_adapter(
     """
     with _LOCK:
         adapters = ADAPTERS.setdefault(model, {})
-        key = execution, quantization, kv_cache_dtype
+        key = execution, quantization, kv_cache_dtype, activations
         if key not in adapters:
-            target = CausalLM(model, execution=execution, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+            target = CausalLM(
+                model,
+                execution=execution,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
+                activations=activations,
+            )
             adapters[key] = Adapter(target, execution)
         adapter = adapters[key]
     with adapter.lock:

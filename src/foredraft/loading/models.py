@@ -131,7 +131,9 @@ def load_model(
     return found
 
 
-def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
+def adapter_of(
+    loaded: Loaded, execution: str, kv_cache_dtype: str = "auto", activations: str | None = None
+) -> CausalLM:
     """Return the adapter of a loaded model."""
     return CausalLM(
         loaded.model,
@@ -139,6 +141,7 @@ def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> 
         release_originals=loaded.is_owned,
         quantization=loaded.quantization,
         kv_cache_dtype=kv_cache_dtype,
+        activations=activations,
     )
 
 

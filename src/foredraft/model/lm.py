@@ -21,7 +21,7 @@ from foredraft.model.dtypes import kv_dtype
 from foredraft.model.execution.attention import NotPassedOnError
 from foredraft.model.execution.compiled_layers import detach
 from foredraft.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
-from foredraft.model.execution.rounding import quantize_weights
+from foredraft.model.execution.rounding import quantize_weights, round_activations
 from foredraft.model.independence import check_rows_independent, unchanged_attributes
 from foredraft.model.layouts import lay_out
 from foredraft.model.masks import SLIDING, Masks
@@ -71,6 +71,7 @@ class CausalLM:
       earlier: execution of another adapter of the same model, whose packed weights are reused; see `apply_execution`.
       quantization: "int8" or "int4": run the model with its linear layers rounded to 8 or 4 bits. None for no rounding.
       kv_cache_dtype: "auto", "bfloat16" or "int8": dtype to which keys and values are rounded when they are written.
+      activations: "int8": round the inputs of integer weights to 8 bits. None: to 16 bits.
 
     Attributes:
       vocab_size: V, the number of tokens that have a logit.
@@ -82,6 +83,7 @@ class CausalLM:
         other models.
       shares_keys: True if some layers attend to the keys and values of an earlier layer.
       quantization, kv_dtype: rounding of the linear layers, and of keys and values; None for no rounding.
+      activations: "int8" if the inputs of integer weights are rounded to 8 bits, else None.
 
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
@@ -98,11 +100,12 @@ class CausalLM:
         earlier: Execution | None = None,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        activations: str | None = None,
     ) -> None:
         model = check_supported(model)
         asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-        self._asked: dict[str, Any] = asked
-        self.quantization = quantization
+        self._asked: dict[str, Any] = {**asked, "activations": activations}
+        self.quantization, self.activations = quantization, activations
         # released weights cannot be read again, and no other code uses the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
@@ -128,6 +131,7 @@ class CausalLM:
         self.shares_keys = shares_keys(self.config)
         self.long_context = self._fix_ropes()
         quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=earlier)
+        round_activations(self._shadow, activations)
         self._recorder = Recorder(self._shadow, self.num_layers)
         self.rounds_inputs = ""
         if probe:

@@ -178,7 +178,7 @@ class Served:
         """Hash of the weights, their shapes, dtypes and quantization. Only a replica with the same hash may continue a
         request."""
         target = self.llm.target
-        digest = hashlib.sha256(f"{target.quantization}{target.kv_dtype or ''}".encode())
+        digest = hashlib.sha256(f"{target.quantization}{target.kv_dtype or ''}{target.activations or ''}".encode())
         for name, weight in target.shadow.named_parameters():
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
         for name, sums in weight_sums(target.shadow):

@@ -50,6 +50,8 @@ ROUNDINGS: dict[str, Rounding] = {
 }
 """Roundings by name. Every one of them rounds output embeddings to 8 bits."""
 
+ACTIVATIONS = {"int8": 1}
+"""Bytes that activations of integer weights are rounded to, by value of ``activations``. Without the option, 2."""
 STORED, DEQUANTIZED = "stored", "dequantized"
 """Values of ``weights``: multiply by the integer weights in the model's file, or convert them to the dtype."""
 
@@ -81,6 +83,42 @@ def check_quantization(name: str | None) -> None:
             f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS)} None means no rounding. For weights "
             "that another library has quantised, load the model with transformers and pass the model."
         )
+
+
+def check_activations(name: str | None) -> None:
+    """Check the ``activations`` option.
+
+    Raises: ConfigError for an unknown value.
+    """
+    if name is not None and name not in ACTIVATIONS:
+        raise ConfigError(
+            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer weights "
+            "to 16 bits"
+        )
+
+
+def round_activations(model: PreTrainedModel, name: str | None) -> None:
+    """Round the inputs of all layers with integer weights to fewer bits than 16.
+
+    Args:
+      model: a model whose layers multiply by integer weights, see `quantize_weights` and `take_codes`.
+      name: a key of `ACTIVATIONS`; None changes nothing.
+
+    Raises: ConfigError for an unknown name, or if no layer multiplies by integer weights.
+    """
+    check_activations(name)
+    if name is None:
+        return
+    forwards = map(replacement, model.modules())
+    matrices = [each.product.matrix for each in forwards if isinstance(each, PackedLinear)]
+    codes = [matrix for matrix in matrices if isinstance(matrix, CodesMatrix)]
+    if not codes:
+        raise ConfigError(
+            f"activations is {name!r}, but no layer of {model_name(model)} multiplies by integer weights; use it on an "
+            "x86 CPU with a GGUF file or with quantization='int8' or 'int4', or leave it out"
+        )
+    for matrix in codes:
+        matrix.round_activations(ACTIVATIONS[name])
 
 
 @torch.inference_mode()
