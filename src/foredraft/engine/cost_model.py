@@ -19,8 +19,8 @@ long).
 """
 
 FAR = 0.3
-"""Difference of logarithms: the largest amount by which one time changes an estimate, and the difference beyond which a
-curve counts as wrong. Six times the spread of steps on an idle machine, 5 %.
+"""Difference of logarithms: the most by which one time changes an estimate, and the difference beyond which a curve
+counts as wrong. Six times the spread of steps on an idle machine, 5 %.
 """
 
 RATE = 0.05
@@ -32,8 +32,8 @@ class.
 """
 
 SHARE = 0.01
-"""Share of step time for each of three overheads: deciding, drafts that only test whether drafting is worth it, and
-trials of drafting modes that are not the best. Together with the drift in between, at most 3 % (issue 26).
+"""Share of step time for each of three overheads: deciding, drafts that only test whether drafting is worth its cost,
+and trials of drafting modes that are not the best. Together with the drift in between, at most 3 % (issue 26).
 """
 
 MEMORY = 128
@@ -143,7 +143,7 @@ class Average:
 def place_of(count: int) -> int:
     """Class of a number of nodes or rows.
 
-    Small numbers have classes of their own, large ones share logarithmic classes.
+    Each small number is a separate class. Large numbers share logarithmic classes.
     """
     return round(RESOLUTION * math.log2(1.0 + count / RESOLUTION))
 
@@ -306,8 +306,8 @@ class CostModel:
 
         Args:
           way: index of the drafting mode, see `DrafterFacts.arms`.
-          is_first: True if a row got its first draft. Such drafts take longer with many drafters, and count only until
-            there are others.
+          is_first: True if a row got its first draft. Such drafts take longer with many drafters, so they count only
+            until there are other measurements.
         """
         if seconds <= 0.0:
             return

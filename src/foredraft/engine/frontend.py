@@ -234,7 +234,8 @@ class StreamOutput:
       num_accepted: number of drafted tokens at the start of ``token_ids``.
       finish_reason, stop_reason: reasons for the end of the sample, set on its last delta.
       seed: seed of the request, as in `CompletionOutput`.
-      texts: ``text`` in pieces, one for each token, possibly empty: the text that became certain with it.
+      texts: the pieces of ``text``, one for each token and possibly empty. A piece is the text that became certain with
+        the token.
       logprobs: log-probabilities for each token; None unless requested.
       tree: the draft that the step verified.
       prompt_logprobs: log-probabilities of the prompt, in the first delta of each sample; None in later ones and unless
@@ -319,7 +320,7 @@ def _by_drafter(stats: RowStats) -> dict[str, dict[str, int]]:
 
 
 class Completion:
-    """One sample of a request, up to the output delivered so far.
+    """One sample of a request, as far as its output has been delivered.
 
     Text is delivered once it is certain: its characters are complete, and no stop string may have begun in it.
 
@@ -328,7 +329,8 @@ class Completion:
       prompt_index: index of its prompt in the call.
 
     Attributes:
-      num_tokens: number of tokens delivered; smaller than that of the row if the tokenizer could not decode one.
+      num_tokens: number of delivered tokens. It is smaller than that of the row if the tokenizer could not decode a
+        token.
       logprobs: log-probabilities of these tokens; None unless requested.
       finish_reason, stop_reason: reasons for its end; None while it runs.
       error: the exception that ended it.
@@ -420,7 +422,7 @@ class Completion:
         return len(text.text)
 
     def output(self) -> CompletionOutput:
-        """Return the result so far. A running sample counts as aborted, with the text of all its tokens."""
+        """Return the current result. A running sample counts as aborted, with the text of all its tokens."""
         row, text = self.row, ""
         if self._text is not None:
             is_whole = self.finish_reason not in (None, "abort")
@@ -441,8 +443,8 @@ class Completion:
 class Stream(Iterator[StreamOutput]):
     """The stream of the requests of one call, step by step.
 
-    Iterate over it for the deltas. `outputs` returns the results collected so far, at any time. To end it early, use it
-    as a context manager or close it.
+    Iterate over it for the deltas. `outputs` returns the results collected up to now, at any time. To end it early, use
+    it as a context manager or close it.
     """
 
     _is_closed = True  # until `__init__` has finished
@@ -486,7 +488,7 @@ class Stream(Iterator[StreamOutput]):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens generated so far, in all samples."""
+        """Number of generated tokens, in all samples."""
         return sum(completion.num_tokens for completion in self._completions)
 
     @property
@@ -506,7 +508,7 @@ class Stream(Iterator[StreamOutput]):
 
     @property
     def fault(self) -> BaseException | None:
-        """The exception that broke off a step, or the first error that ended a sample; None if there was none."""
+        """The exception that ended a step early, or the first error that ended a sample; None if there was none."""
         return self._failure or next((each.error for each in self._completions if each.error is not None), None)
 
     @property
@@ -661,9 +663,9 @@ class Stream(Iterator[StreamOutput]):
 class Runner:
     """Runs the requests of several calls over one engine.
 
-    The caller that waits for a stream runs steps until that stream has news; news of other streams are kept for them.
-    So calls from several threads, and calls made while a stream is open, share batches and are all correct. A stream
-    without any reference is ended before the next step.
+    The caller that waits for a stream runs steps until that stream has new output. Output of other streams is kept for
+    their callers. Calls from several threads, and calls made while a stream is open, therefore share batches and are
+    all correct. A stream without any reference is ended before the next step.
 
     Args:
       new_engine: function that makes the engine, and makes it again when the execution of the target changes.

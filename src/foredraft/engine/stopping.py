@@ -81,7 +81,7 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why a row ended: vLLM's reason ("stop", "length", "abort", "error") and what caused it."""
+    """Reason for the end of a row: vLLM's reason ("stop", "length", "abort", "error") and its cause."""
 
     reason: str
     cause: int | str | None = None
@@ -142,7 +142,8 @@ class StopChecker:
 
 
 def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str] | None:
-    """Return the index at which to cut a text and the stop string, as if it had arrived character by character.
+    """Return the index at which to cut a text, and the stop string. The result is the same as if the text had arrived
+    character by character.
 
     The match that ends first wins; among matches that end together, the longest. The first ``known`` characters contain
     no match, so only matches that end after them count.

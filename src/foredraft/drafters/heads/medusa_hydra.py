@@ -69,9 +69,9 @@ class MultiHeadDrafter(HeadDrafter):
     """Drafter of a static tree from heads that each guess one of the next tokens.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); Hydra (Ankner et al. 2024, arXiv:2402.05109), with its prefix
-    layer for Hydra++ heads. Deviations: heads run on the last accepted node alone, not on all nodes of the tree; paths
-    are followed from parent to child, without padding; in sampled rows the candidates are drawn with the target's own
-    noise, which preserves the target's distribution and tokens; the prefix layer has a cache of its own.
+      layer for Hydra++ heads. Deviations: heads run on the last accepted node alone, not on all nodes of the tree.
+      Paths are followed from parent to child, without padding. In sampled rows the candidates are drawn with the
+      target's own noise, which preserves the target's distribution and tokens. The prefix layer has its own cache.
 
     Args:
       heads: heads on the device of the target; see `MedusaHeads` and `HydraHeads`.
@@ -80,8 +80,9 @@ class MultiHeadDrafter(HeadDrafter):
 
     Exactness: lossless for any heads, except for acceptance="typical".
     Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
-    Cost: one pass over as many heads as the tree has levels, for all rows together: all heads at once (Medusa), or one
-    head per level for the nodes of all rows (Hydra). With a prefix layer, that layer runs once over all tokens, and
+    Cost: one pass over as many heads as the tree has levels, for all rows together. Medusa runs all heads at once.
+      Hydra runs one head per level, for the nodes of all rows. With a prefix layer, that layer runs once over all
+      tokens, and
     its keys and values are stored.
     """
 

@@ -98,8 +98,8 @@ class GuessWindow:
                   |         |    |    |
         level 2   c0        c1   c2   c3
 
-    So the window is a tree whose depths are places. A column from top to bottom, continued by the target's choice
-    after the last level, is an n-gram: a1 is the key, and b1, c1 and the new token are its continuation.
+    The window is a tree whose depths are positions. A column from top to bottom, followed by the target's choice after
+    the last level, is an n-gram: a1 is the key, and b1, c1 and the new token are its continuation.
 
     Args:
       size: number of columns, W.
