@@ -8,7 +8,7 @@
 
 `accept` applies a rule to the rows of a batch. The rules are pure functions of the draft, the target's distributions
 and the noise. In docstrings p is the target's distribution and q the drafter's, both at one node. A rule reads only the
-distributions of the nodes that it visits. Uniforms lie in [0, 1) and tests are strict (``u * q < p``), so a token
+distributions of the nodes that it visits. Uniforms are in [0, 1) and comparisons are strict (``u * q < p``), so a token
 outside the target's support is never emitted.
 """
 
@@ -77,7 +77,7 @@ def accept(
     Args:
       rule: a name of `foredraft.config.acceptance.RULES`.
       logits: logits of the nodes of these rows; further rows are ignored.
-      choices: result of `choose_all`, if it has been called already; else None.
+      choices: result of an earlier call of `choose_all`; None to make the choices now.
       limits: thresholds of the rule "typical".
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
@@ -238,7 +238,7 @@ def rejection(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) ->
 
     Args:
       tree: a draft in which the children of node i were drawn in order, without replacement, from ``probs[i]`` (float32
-        or float64, summing to one), and no child was dropped because of its token.
+        or float64, summing to one). No child may have been dropped because of its token.
       target_probs: the processed distribution after a node, (V,).
       noise: randomness that the drafter has not seen.
 
@@ -308,10 +308,11 @@ BY_DRAFT = {STANDARD.name: rejection, BLOCK.name: block}
 
 
 def block_thresholds(tree: DraftTree, target_probs: TargetProbs) -> tuple[list[float], list[float]]:
-    """Return weights w_i and acceptance thresholds h_i of the prefixes of a chain; entry 0 stands for the empty one.
+    """Return weights w_i and acceptance thresholds h_i of the prefixes of a chain. Entry 0 belongs to the empty prefix.
 
     w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - w_i) with S_i the total of max(w_i p - q, 0)
-    at node i, and h_K = w_K. Both lists end before the first weight of zero, since every later threshold is zero too.
+    at node i, and h_K = w_K. Both lists end before the first weight that is zero, because every later threshold is zero
+    too.
     """
     assert tree.probs is not None
     weights, thresholds = [1.0], [1.0]

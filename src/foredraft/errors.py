@@ -103,10 +103,10 @@ class EngineBusyError(ForedraftError, RuntimeError):
 def is_fatal(error: BaseException) -> bool:
     """Return whether an error concerns every row and must not be contained: out of memory, or the program must end.
 
-    Exceptions outside ``Exception``, such as KeyboardInterrupt and SystemExit, end the program. Two kinds
-    of them are contained. One is the panic of a Rust library. The other is asyncio's CancelledError, which can only come
-    from an event loop inside the callee, since no loop cancels a synchronous call. On CPUs torch reports a lack of
-    memory as a plain RuntimeError whose message names its allocator.
+    Exceptions outside ``Exception``, such as KeyboardInterrupt and SystemExit, end the program. Two kinds of them are
+    contained. One is the panic of a Rust library. The other is asyncio's CancelledError, which can only come from an
+    event loop inside the callee, since no loop cancels a synchronous call. On CPUs torch reports a lack of memory as a
+    plain RuntimeError whose message names its allocator.
     """
     torch = sys.modules.get("torch")  # if torch is not loaded, none of its errors can be raised
     if isinstance(error, BaseExceptionGroup):

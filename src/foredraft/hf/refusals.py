@@ -1,5 +1,5 @@
-"""Checks of a ``generate`` call: arguments that it does not pass on are read from the caller's frame, and options that
-foredraft does not support are refused by name, with the remedy."""
+"""Checks of a ``generate`` call. Arguments that ``generate`` does not pass on are read from the caller's frame. Options
+that foredraft does not support are refused by name, with the remedy."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _BY_PLACE = {
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Arguments of the ``generate`` call that is running; all empty if there is none.
+    """Arguments of the running ``generate`` call; all empty if no such call is running.
 
     Args:
       streamer: its streamer, which has received the prompt already.

@@ -28,8 +28,8 @@ def build(
       state: tensors of this dtype by name; of tied weights one is enough.
       dtype: dtype of the model.
 
-    Returns: the model in evaluation mode; the names of its weights that are not in ``state``, which have random values;
-      and the names in ``state`` that it does not have.
+    Returns: the model in evaluation mode; the names of its weights that are missing in ``state``, which have random
+      values; and the names in ``state`` that the model does not have.
     """
     with no_progress_bars():
         model, report = kind.from_pretrained(  # type: ignore[attr-defined]

@@ -21,11 +21,11 @@ Gram = tuple[int, ...]
 Counts = dict[Gram, dict[int, float]]
 """Context -> token -> how often it followed or was likely to. Fillers may have a fractional weight."""
 Best = dict[Gram, int]
-"""Context -> the token with the highest count; among equals the one that reached it first."""
+"""Context -> the token with the highest count. Among equal counts, the token that reached the count first."""
 
 
 class NgramOrderError(ConfigError, AssertionError):
-    """n below 2. The error is an AssertionError as well, because the description asserts n, and programs may expect
+    """n below 2. The error is also an AssertionError, because the original modules assert n, and programs may expect
     that error."""
 
 

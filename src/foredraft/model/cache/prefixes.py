@@ -22,7 +22,7 @@ class Prefix:
       num_columns: number of copied columns.
       states: copied keys and values.
       memory: state of the drafter, with an attribute ``num_bytes``; None without one.
-      owner: drafter that made ``memory``; None without one, which makes the prefix usable for every drafter.
+      owner: drafter that made ``memory``; None without one. A prefix without an owner is usable for every drafter.
       salt: cache salt of the request; only requests with the same salt may use the prefix. None for no salt.
     """
 
@@ -67,7 +67,8 @@ class PrefixStore:
 
     A prompt takes over the longest beginning that it shares with any of them, so a continued conversation only runs its
     new tokens. A prefix of another stored prefix is not stored twice. The exception is a drafter that needs its own
-    state: it uses a shorter prefix of its own if a longer one of another drafter would make it read more tokens.
+    state: a drafter uses a shorter prefix of its own if a longer prefix of another drafter would make it read more
+      tokens.
 
     Args:
       limit: maximum number of prefixes, at least 1; the least recently used one is removed first.
@@ -111,7 +112,8 @@ class PrefixStore:
         """Store copies of the first columns of a row, which contain the first of these tokens.
 
         Args:
-          remember: function that returns the drafter's state for them; called only if the store does not have it yet.
+          remember: function that returns the drafter's state for these tokens; called only if the store does not have
+            it.
           owner: drafter of this state, which alone can use it.
           salt: cache salt of the row's request, see `Prefix`.
         """
@@ -205,7 +207,7 @@ class PrefixStore:
 def _recalled(recall: Callable[[int], int], wanted: int, shared: int, grain: int) -> int:
     """Return the largest number of tokens up to ``wanted`` that the drafter can use, in whole grains.
 
-    A drafter may be one token short: heads make the entry of a token from the next token, so of n ``shared`` tokens
+    A drafter may need one token more: heads make the entry of a token from the next token, so of n ``shared`` tokens
     they can use at most n - 1.
     """
     known = recall(wanted)

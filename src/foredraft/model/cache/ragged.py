@@ -30,7 +30,7 @@ from foredraft.model.cache.storage import (
 from foredraft.model.nodes import FlatNodes
 
 KEPT_COLUMNS = 64
-"""Number of columns after the end of a row, written by drafts, whose memory is kept."""
+"""Number of columns after the end of a row whose memory is kept. Drafts write into these columns."""
 
 RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
 """Keys and values of one row, layer by layer; None for a layer that stores none."""
@@ -84,7 +84,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @property
     def is_lazy(self) -> bool:
-        """True if rows take memory only for their own columns; otherwise each row takes as much as the longest."""
+        """True if rows take memory only for their own columns. If False, each row takes as much as the longest row."""
         return storage.IS_LAZY and self.device.type == "cpu"
 
     @property
@@ -161,7 +161,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._least = min(self._least[0], max_cells), 1
 
     def shrink(self) -> bool:
-        """Free memory that has not been needed since the last call, if that is at least half; return whether any was
+        """Free memory that was not needed since the last call, if that is at least half of it. Return whether any was
         freed.
 
         Call it between forward passes, and rarely, because buffers are copied. Lazy memory needs no shrinking.
