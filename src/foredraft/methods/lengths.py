@@ -78,12 +78,12 @@ class LengthPolicy:
         return self.looks_at != NOTHING
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
-        """Lower ``plan.gamma`` to the length at which the draft should end, as far as this length is known.
+        """Lower ``plan.gamma`` to the length at which the draft should end, if this length is known.
 
         Args:
           row: row that the draft is for.
           plan: plan of the draft. Setting ``plan.gamma = depth`` adds no token, ``depth + 1`` adds one more.
-          depth: number of tokens drafted so far.
+          depth: number of drafted tokens.
           log_probs: (V,) log-probabilities of the next draft token; in a tree, those at the best node to expand next.
             A drafter that has only the probability of its best token passes (1,) to policies that need the
             confidence.
@@ -96,9 +96,9 @@ class LengthPolicy:
 class Heuristic(LengthPolicy):
     """Two more tokens after a step in which all were accepted, one less (but at least one) after any other step.
 
-    Source: the "heuristic" schedule of assisted generation in transformers. Deviations: the length is state of one
-    row, and no generation_config is changed; a draft that was shorter than the length (end of budget, no match in the
-    context) and was accepted in full changes nothing. A length of 0 stays 0.
+    Source: the "heuristic" schedule of assisted generation in transformers. Deviations: the length is state of one row,
+      and no generation_config is changed. A draft changes nothing if it was shorter than the length (end of budget, no
+      match in the context) and was accepted in full. A length of 0 stays 0.
     """
 
     name = "heuristic"
@@ -262,9 +262,9 @@ class AdaEDL(LengthPolicy):
     threshold.
 
     Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when 1 - sqrt(entropy_scale * H) <
-    threshold, with H the entropy of the drafter's distribution in nats. The threshold follows the acceptance rate by
-    the two-branch rule. Choices that the paper leaves open: the first threshold is 0.7, the rate starts at its target,
-    and the first token of a step is always drafted, so that the rate can be measured.
+      threshold, with H the entropy of the drafter's distribution in nats. The threshold follows the acceptance rate by
+      the two-branch rule. Choices that the paper leaves open: the first threshold is 0.7, and the rate starts at its
+      target. The first token of a step is always drafted, so that the rate can be measured.
 
     Args:
       draft_threshold: first threshold.
