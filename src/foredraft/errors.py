@@ -153,7 +153,7 @@ def shortened_message(message: str) -> str:
 
 
 def error_with_type(error: BaseException) -> str:
-    """Return type and message of an error, shortened. Also works if the message cannot be formatted."""
+    """Return type and message of an error, shortened. The result is valid even if the message cannot be formatted."""
     try:
         return shortened_message(f"{type(error).__name__}: {error}")
     except Exception:

@@ -62,8 +62,8 @@ ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Iterable[SamplingPa
 class LLM:
     """Generates text with a `transformers` causal language model, with speculative decoding if requested.
 
-    Without a ``speculative_config`` it decodes plainly. The command line, in contrast, drafts by default. One log line
-    (logger ``foredraft``, level INFO) states which model was loaded, in which dtype, and how it decodes.
+    Without a ``speculative_config`` an `LLM` decodes plainly. The command line, in contrast, drafts by default. One log
+    line (logger ``foredraft``, level INFO) states which model was loaded, in which dtype, and how it decodes.
 
     Calls from several threads are safe. Concurrent calls share batches and take turns step by step.
 
@@ -71,8 +71,8 @@ class LLM:
       model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model. A loaded model keeps its dtype and is
         not changed.
       speculative_config: method of drafting and its options: a mapping, JSON, ``@file``, the name of a method, or None
-        (the default) for plain decoding. "auto" needs no second model. The command line uses it if the model includes
-        no drafter.
+        (the default) for plain decoding. "auto" needs no second model. The command line uses "auto" if the model
+        includes no drafter.
       tokenizer: tokenizer, its folder or its hub id; by default the one in the folder of the model. Without any
         tokenizer, prompts and results are token ids.
       dtype, device: dtype and device of models that are loaded by name. "auto" selects the GPU if there is one. For the
@@ -86,10 +86,10 @@ class LLM:
       quantization: "int8" or "int4" rounds the weights of linear layers to this many bits when they are loaded. The
         rounded model is then the target: its output is preserved, with or without drafts. See docs/weights.md.
       weights: "stored" computes directly with the quantised weights of a GGUF file, without rounding them to another
-        dtype. The model with these exact weights is then the target. Also available for zoo:smollm2. "dequantized"
-        converts them to the dtype. None is "stored" for a quantised GGUF file on a CPU with kernels.
+        dtype. The model with these exact weights is then the target. "stored" also works for zoo:smollm2. "dequantized"
+        converts the weights to the dtype. None is "stored" for a quantised GGUF file on a CPU with kernels.
       kv_cache_dtype: "bfloat16" or "int8" rounds keys and values when they are written. The model with that cache is
-        then the target, with or without drafts. "auto" leaves them in the dtype of the model.
+        then the target, with or without drafts. "auto" leaves keys and values in the dtype of the model.
       seed: seed for requests that set none. Request number i then draws with ``mix(seed, i)``, so results are
         repeatable.
       num_cached_prefixes: number of finished requests whose keys and values are kept. Prompts that begin with the same
@@ -325,7 +325,7 @@ class LLM:
         Returns: one result per prompt, in order. A row ends with the reason "error" if its logits become NaN or its
         logits processor raises. Other rows are not affected. If a drafter raises, the row goes on without drafts.
         Raises:
-          PromptError, ConfigError: a prompt or a parameter is invalid. Nothing has run then, and the message names the
+          PromptError, ConfigError: a prompt or a parameter is invalid. Nothing has run then. The message names the
             prompt.
           NumericsError, or the error of a logits processor: every sample of every prompt ended in an error.
         """
@@ -388,7 +388,7 @@ class LLM:
     def step(self) -> bool:
         """Run one step for all open streams; return False if there was nothing to do.
 
-        Only servers need it: one thread calls it and distributes the results of `Stream.take`. Elsewhere the caller
+        Only servers need `step`: one thread calls it and distributes the results of `Stream.take`. Elsewhere the caller
         that waits for results runs the steps.
         """
         return self._runner.step()

@@ -124,7 +124,8 @@ def _quota(folder: Path) -> float | None:
 def collector_paused() -> Iterator[None]:
     """Context manager that pauses the collection of cyclic garbage while a model is built.
 
-    There is hardly any such garbage then, and a collection takes tenths of a second because it visits all objects.
+    Hardly any such garbage is made inside the context, and a collection takes tenths of a second because it visits all
+    objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -11,7 +11,8 @@ from foredraft.model.lm import CausalLM
 from foredraft.testing.divergence import token_gap
 
 Gap = Callable[[Sequence[int], Sequence[int], int, int], float]
-"""Function of a prompt, the output so far and two tokens that returns the difference of their logits."""
+"""Function that returns the difference between the logits of two tokens. Its arguments are a prompt, the output up to
+the difference, and the two tokens."""
 
 
 @dataclass(frozen=True)

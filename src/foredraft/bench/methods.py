@@ -41,7 +41,7 @@ class MethodsSettings:
     Args:
       num_prompts: total number of prompts, taken from the kinds in turn.
       kinds: kinds of prompts; None for all kinds of the file except "copy".
-      repeats: number of rounds per prompt. A round runs all methods forwards and then backwards.
+      repeats: number of rounds per prompt. In a round, all methods run forwards and then backwards.
       exactness: "default" or "relaxed".
       is_forced: True if the candidates run without the governor; see `read_candidates`.
     """
@@ -164,7 +164,7 @@ class Methods:
 
         Args:
           candidates: speculative configs by name; see `read_candidates`.
-          on_prompt: function that is called after every prompt with the results so far.
+          on_prompt: function that is called after every prompt with the current results.
 
         Raises: ConfigError if no method can be used.
         """

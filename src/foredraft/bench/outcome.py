@@ -42,7 +42,8 @@ class RefusedMethod:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """The results of one method. Figures are None if its tokens differ from plain decoding or nothing was timed.
+    """The results of one method. Figures are None if the method's tokens differ from plain decoding, or if nothing was
+    timed.
 
     Args:
       given: the speculative config.

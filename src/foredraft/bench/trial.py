@@ -61,8 +61,8 @@ class Sampling:
 class Run:
     """The result of one arm on one prompt, or on a group of prompts decoded as rows of a batch.
 
-    Decoding is everything after the first emission. Only its time and tokens are compared, so the cost of prefill is
-    left out. The tokens of the first emission do not count as decoded.
+    Decoding is everything after the first emission. Only decoding is compared, so the cost of prefill is left out. The
+    tokens of the first emission do not count as decoded.
 
     Args:
       token_ids: tokens of the output; for a group, those of all rows one after another.
@@ -144,7 +144,7 @@ class Trial:
     other_cpu_share: float = 0.0
 
     def first(self, count: int) -> Trial:
-        """Return the trial restricted to its first prompts."""
+        """Return the trial restricted to a number of first prompts."""
         runs = {arm: found[:count] for arm, found in self.runs.items()}
         return Trial(self.prompts[:count], self.sampling, self.max_new_tokens, runs, self.other_cpu_share)
 
@@ -210,7 +210,8 @@ def interleave(
     A short warm-up of every arm comes first. Garbage is collected between the runs and never during one.
 
     Args:
-      on_prompt: function that is called after every prompt with the trial so far, for progress and partial results.
+      on_prompt: function that is called after every prompt with the finished part of the trial, for progress and
+        partial results.
       own_cpu_seconds: function that returns the processor seconds of the measured process, to separate the load of
         others.
     """
@@ -281,7 +282,7 @@ def _other_load(own_cpu_seconds: Callable[[], float]) -> Callable[[], float]:
 
 
 def _cpu_seconds() -> float | None:
-    """Return the processor seconds of the machine so far; None without /proc/stat."""
+    """Return the processor seconds that the machine has used; None without /proc/stat."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:

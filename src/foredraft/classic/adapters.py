@@ -104,13 +104,13 @@ class PlainModule:
         logits (B, T, V), an object with ``.logits``, or a tuple that begins with the logits.
 
     Attributes:
-      name: name of its class.
-      vocab_size: V of its logits.
+      name: name of the module's class.
+      vocab_size: V, the size of the module's logits.
       num_embeddings: number of token ids that the module can read: the rows of its input embedding, or V if that is
         unknown.
       context_length: context length from the module's config or from an attribute (``max_position_embeddings``,
         ``max_context_length``); None if unknown.
-      device: device of its first parameter or buffer, else its attribute ``device``, else the CPU.
+      device: device of the module's first parameter or buffer, else its attribute ``device``, else the CPU.
 
     Raises: UnsupportedModelError if the call fails, or if the logits are not one row per token, depend on later tokens,
       or change from call to call.

@@ -68,7 +68,7 @@ class Lane:
     Args:
       title: name of the way.
       pieces: pieces of text in order, and whether each was drafted.
-      seconds: time spent so far, with the prompt.
+      seconds: time spent in this lane, with the prompt.
       output: result; None until the answer has ended.
     """
 
@@ -149,7 +149,7 @@ def race(
     params: SamplingParams,
     watch: Callable[[BothAnswers], None] = lambda answer: None,
 ) -> BothAnswers:
-    """Decode a question plainly and speculatively in turns. The way with less time so far is next.
+    """Decode a question plainly and speculatively in turns. The lane that has used less time is next.
 
     At every moment both have had the same time, and noise of the machine affects both equally. The time of ``watch``
     counts for neither.

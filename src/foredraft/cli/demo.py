@@ -102,7 +102,7 @@ def demo(
 def _answers(
     console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams
 ) -> tuple[BothAnswers, ...]:
-    """Answers of all questions, shown on a terminal while they grow. Ctrl-C keeps the answers so far.
+    """Answers of all questions, shown on a terminal while they grow. Ctrl-C keeps the finished part of the answers.
 
     Raises: KeyboardInterrupt before the first answer.
     """

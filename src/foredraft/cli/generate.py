@@ -153,7 +153,7 @@ def generate(
 
 
 def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: TraceFile | None) -> None:
-    """Write the output generated so far.
+    """Write the output that was generated before the end.
 
     Args:
       writer: writer of the text; None if text can no longer be written.
@@ -179,7 +179,7 @@ WITHOUT = ("metrics", "timings")
 
 @dataclass(frozen=True)
 class Job:
-    """Many prompts and their model, which is loaded for the first batch.
+    """A job: many prompts and a model, which is loaded for the first batch.
 
     Args:
       options: arguments of `LLM`.

@@ -271,7 +271,7 @@ UNTIL_MODEL = "foredraft info MODEL shows the guarantee for a model"
 
 
 def machine_report() -> dict[str, Any]:
-    """Facts of the machine as plain data. Kernels are compiled if they are not yet."""
+    """Facts of the machine as plain data. Kernels that are not compiled yet are compiled."""
     import torch
 
     from foredraft import zoo

@@ -217,7 +217,7 @@ class _Stream(io.FileIO):
 
     Args:
       descriptor: descriptor of the open file.
-      is_needed: raise a ConfigError if it cannot be written; otherwise the data is dropped.
+      is_needed: raise a ConfigError if the stream cannot be written. If False, the data is dropped.
     """
 
     def __init__(self, descriptor: int, *, is_needed: bool) -> None:

@@ -106,7 +106,7 @@ def option(kind: Kind, default: Any = None, help: str = "") -> Any:
     """Define a field of `Options`.
 
     Args:
-      kind: type and range of its values.
+      kind: type and range of the option's values.
       default: default value. None leaves the field unset; ``help`` then describes the effect.
       help: one line for users.
     """

@@ -102,7 +102,7 @@ class SamplingParams:
       structured_outputs: constraint of the output, as `StructuredOutputs` or a mapping of its fields.
       ignore_eos: continue after EOS.
       skip_special_tokens: leave special tokens out of the text.
-      detokenize: produce text. Stop strings require it.
+      detokenize: produce text. Stop strings require ``detokenize``.
       logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as in transformers. Processors must be
         functions of their arguments alone, because verification calls them with prefixes that may be rejected later.
       num_speculative_tokens: longest draft for this request, 0 for plain decoding, None for the limit of the

@@ -1,4 +1,5 @@
-"""Combinations of drafters: the union of their trees, the first that expects enough, or a choice by measured time."""
+"""Combinations of drafters: the union of their trees, the first draft with enough expected tokens, or a choice by
+measured time."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class CompositeDrafter(WrappingDrafter):
     tree of a part is cut to these nodes, the accepted path ends where that tree ends, and node features are those of
     the part's own nodes. Features of committed tokens include all tokens, whichever part proposed them.
 
-    If some parts are free and others are not, there are two ways to draft: with the free parts only, or with all
-    parts. Measured time chooses between them. The engine's `AcceptanceModel` estimates the acceptance probability of
+    If some parts are free and others are not, there are two ways to draft: with the free parts only, or with all parts.
+    Measured time chooses between the two ways. The engine's `AcceptanceModel` estimates the acceptance probability of
     nodes.
 
     Args:

@@ -198,7 +198,8 @@ class AcceptanceModel:
         """Compare the open drafts of a row with the tokens that were emitted.
 
         Args:
-          was_asked: False if no draft was requested. Earlier outcomes of the row then lose weight.
+          was_asked: False if no draft was requested. If no draft was requested, earlier outcomes of the row lose
+            weight.
         """
         known: _Row | None = row.state.get(self)
         if known is None:

@@ -27,8 +27,7 @@ RATE = 0.05
 """Weight of the newest of many times. Twenty steps are half a second, in which a machine may become busy or idle."""
 
 RESOLUTION = 16
-"""Approximate number of nodes up to which counts are distinguished one by one. Above it, counts within 6 % form one
-class.
+"""Approximate number of nodes up to which counts are distinguished one by one. Larger counts share classes of 6 %.
 """
 
 SHARE = 0.01
@@ -306,8 +305,8 @@ class CostModel:
 
         Args:
           way: index of the drafting mode, see `DrafterFacts.arms`.
-          is_first: True if a row got its first draft. Such drafts take longer with many drafters, so they count only
-            until there are other measurements.
+          is_first: True if this is the first draft of a row. Such drafts take longer with many drafters, so they count
+            only until there are other measurements.
         """
         if seconds <= 0.0:
             return

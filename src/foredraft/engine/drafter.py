@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DraftCache:
-    """Keys and values that a drafter keeps beside the target's. Row i of it is row i of the target's cache.
+    """Keys and values that a drafter keeps beside the target's. Row i of a draft cache is row i of the target's cache.
 
     The engine adds, moves, copies and removes rows (`CacheGroup`). The drafter fills them and sets their lengths.
 
@@ -104,16 +104,16 @@ class DrafterFacts:
 
     Args:
       name: name in statistics and messages, and source of the nodes that it proposes.
-      is_free: True if its drafts cost next to nothing, since it needs neither a model nor forward passes.
-      drafts_from_text: True if it uses only the tokens of rows, so that it can be tried on existing texts.
+      is_free: True if drafts cost almost nothing, because the drafter needs neither a model nor forward passes.
+      drafts_from_text: True if the drafter uses only the tokens of rows, so that it can be tried on existing texts.
       is_shared: True if a draft for one request may contain tokens from other requests. Such a drafter does not serve
         requests with a salt.
       usual_acceptance: typical share of drafted tokens that are accepted after accepted ones, if it is similar for all
-        texts. A governor starts with it.
+        texts. A governor starts with this share.
       validated_acceptance: share of drafts whose first token the target accepted when the head was validated, by the
         name of the mode that drafts.
-      arms: titles of its drafting modes, if measured time should choose among several.
-      arm: index of the mode that it uses if nobody chooses (`DraftSize.arm`).
+      arms: titles of the drafter's modes, if measured time should choose among several.
+      arm: index of the mode that is used if none is chosen (`DraftSize.arm`).
     """
 
     name: str = ""

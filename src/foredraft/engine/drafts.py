@@ -78,7 +78,7 @@ class Drafts:
     proposals.
 
     Args:
-      drafter: the drafter. An exception in its set-up is always raised.
+      drafter: the drafter. An exception in the set-up of the drafter is always raised.
       target: the model.
       cache: cache of the target.
       rule: acceptance rule.
@@ -447,7 +447,7 @@ def _predicted(row: Row, prediction: Prediction, depth: int) -> DraftTree | None
     """Return the draft of a prediction, as far as it is likely enough.
 
     The prior chance that the next predicted token is right after n matching ones follows Laplace's rule of succession.
-    The acceptance model replaces it by experience.
+    The acceptance model replaces this estimate when it has measurements.
     """
     tokens = prediction.draft(row.token_ids, depth)
     if not tokens:

@@ -377,7 +377,7 @@ class Engine:
     def _attends(self, num_rows: int) -> bool:
         """Return whether the drafter serves batches of this many rows.
 
-        If not, rows rest: the drafter does not see them.
+        If False, rows rest: the drafter gets no calls for them.
         """
         return self.governor is None or self.governor.attends(num_rows)
 
@@ -497,7 +497,7 @@ class Engine:
     def release_memory(self) -> None:
         """Free all keys and values, and tables that have grown with them, if no row is running.
 
-        The next step allocates them again. If rows are running, only memory that no row needs is freed.
+        The next step allocates the released memory again. If rows are running, only memory that no row needs is freed.
         """
         with self._use:
             self._shrink()

@@ -34,7 +34,7 @@ class Features:
     def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         """The likeliest next tokens after these nodes by the raw logits, best first: int64 (len(nodes), k or V).
 
-        Decode steps always have them. Chunks of prompts have them if `Needs.prompt_logits` is set.
+        Decode steps always have top ids. Chunks of prompts have top ids if `Needs.prompt_logits` is set.
         """
         raise ConfigError(
             "a drafter used top_ids of a chunk or step without logits, such as the empty last chunk of a prompt; use "

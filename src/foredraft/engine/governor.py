@@ -45,7 +45,8 @@ TO_LOSE = 16.0
 """Time, in plain steps, that each mode may lose before rows go on without drafts: an eighth of an answer."""
 
 TO_RETURN = 0.25
-"""Fraction of this budget that must be restored before drafting is tried again. Later texts may suit it better."""
+"""Fraction of this budget that must be restored before drafting is tried again. Later texts may suit the drafter
+better."""
 
 BEARABLE = 0.03
 """Largest fraction of the speed of plain decoding that drafting may lose before it is stopped (issue 26: never slower
@@ -132,8 +133,8 @@ class _Batch:
 
     Each mode first gets a few steps. Afterwards the mode with the least recent time per token runs. The other modes get
     a turn as often as `SHARE` of the time, for all of them together, covers their expected loss. An account contains
-    the time, in plain steps, that drafting may still lose in such batches. When it is empty and no mode is nearly as
-    fast as plain decoding, rows rest.
+    the time, in plain steps, that drafting may still lose in such batches. When this budget is used up and no mode is
+    nearly as fast as plain decoding, rows rest.
 
     Args:
       num_ways: number of drafting modes.
@@ -236,7 +237,7 @@ class Governor:
     included. Probabilities come from the engine's `AcceptanceModel`. Times are learned per number of rows and nodes
     (`CostModel`). If drafting is not worth it, `SHARE` of the time is spent on drafts that show whether this has
     changed. If a drafter has several modes (`DrafterFacts.arms`), the governor uses the one with the least recent time
-    per token. Plain decoding is one more option. If all modes lose, rows rest: the drafter does not see them any more.
+    per token. Plain decoding is one more option. If all modes lose, rows rest: the drafter gets no more calls for them.
 
     The depth is decided every fourth step, and whenever rows change. The nodes to verify are chosen in every step, with
     the node costs of the last decision. One governor serves all requests of a drafter and keeps its measurements.

@@ -191,7 +191,7 @@ def bytes_per_token(target: CausalLM) -> int:
 def available_on(device: torch.device) -> int | None:
     """Memory that can still be allocated on a device, in bytes; None if the system does not report it.
 
-    On a CUDA device it is the free memory plus the memory that torch has reserved and does not use.
+    On a CUDA device the available memory is the free memory plus the memory that torch has reserved and does not use.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -176,7 +176,7 @@ class Row:
         not read the row.
       acceptance: the engine's model of acceptance rates.
       prediction: predicted output, if the user gave one.
-      prompt_logprobs: log-probabilities of the prompt tokens read so far, if requested.
+      prompt_logprobs: log-probabilities of the prompt tokens that have been read, if requested.
       state: state of each drafter or part of one, keyed by it; see `RowState`.
       slot: index of the row in all caches of the engine; -1 if it has none.
       offset: distance from token index to position, for prompts beyond the original context of longrope.

@@ -1,4 +1,4 @@
-"""Scheduler: which rows wait, read their prompts, or decode, and which cache slot each row has."""
+"""Scheduler: decides which rows wait, read their prompts, or decode, and which cache slot each row has."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Scheduler:
         return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self._cache.lengths))
 
     def queue(self, rows: list[Row], *, are_alike: bool) -> None:
-        """Queue the samples of a request. If they are alike, they share one reading of the prompt."""
+        """Queue the samples of a request. Samples that are alike share one reading of the prompt."""
         if are_alike:
             rows[0].forks = rows[1:]
             rows = rows[:1]
@@ -321,7 +321,7 @@ class Scheduler:
             row.is_plain = True
 
     def resume(self) -> None:
-        """Return rows that went on without the drafter to it. Only for drafters that draft from tokens alone."""
+        """Return rows that went on without the drafter to it. The drafter must draft from tokens alone."""
         if not self._has_resting:
             return
         self._has_resting = self.num_decoding < len(self._rows)  # rows that read their prompts get it later
@@ -332,7 +332,8 @@ class Scheduler:
             self._drafts.start(rows, [PromptChunk.end_of(row) for row in rows])
 
     def _is_barred(self, row: Row) -> bool:
-        """Return whether a row may not use the drafter: it has failed, or it could reveal tokens of other requests."""
+        """Return whether a row may not use the drafter, because the drafter has failed or could reveal tokens of other
+        requests."""
         return bool(row.stats.drafter_error) or (row.cache_salt is not None and self._drafts.facts.is_shared)
 
     # -- removal -----------------------------------------------------------------------------------------------
@@ -378,7 +379,8 @@ class Scheduler:
             self._prefixes.clear()
 
     def _may_keep(self, row: Row) -> bool:
-        """Return whether the columns of a row may be kept: not if they may be wrong or come from other weights."""
+        """Return whether the columns of a row may be kept. They may not if they can be wrong or come from other
+        weights."""
         is_doubtful = row.is_in_doubt or row.finish_reason == "error"
         return self._prefixes is not None and not is_doubtful and row.num_changes == self._target.num_changes
 

@@ -66,8 +66,8 @@ class Detokenizer:
         """Text of the tokens since the last complete character. Replacement characters at its end may still change.
 
         A decoder that joins single bytes (byte fallback) decodes a run of bytes as a whole. If the run ends with an
-        incomplete character, it replaces the complete ones before it, too. The tokens since then are therefore decoded
-        alone.
+        incomplete character, it replaces the complete ones before it, too. The tokens after the last complete character
+        are therefore decoded separately.
         """
         if not self._rest:
             return ""

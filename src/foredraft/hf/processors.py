@@ -218,8 +218,8 @@ _ROW_BY_ROW = frozenset(
 class PaddedView:
     """Processors of one row, called with the arguments of transformers: padded text, ordinary tensors, the row's index.
 
-    A processor that may treat rows differently is called with as many rows as the batch has. All of them are copies of
-    this row, and the result at the row's own index is used.
+    A processor that may treat rows differently is called with as many rows as the batch has. All rows of such a call
+    are copies of this row, and the result at the row's own index is used.
 
     Args:
       processors: processors in the order in which they are applied.

@@ -160,9 +160,9 @@ class Confidence(LengthPolicy):
     threshold.
 
     Source: ``assistant_confidence_threshold`` of assisted generation in transformers, the training-free form of DISCO
-    (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the distribution decides, not the
-    probability of the drawn token. The uncertain token itself is drafted, as in the source: its forward pass is
-    already done, and it costs one more node.
+      (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the distribution decides, not the
+      probability of the drawn token. The uncertain token itself is drafted, as in the source: its forward pass is
+      already done, so it costs only one more node.
 
     Args:
       draft_threshold: threshold of the largest probability; 0 never ends a draft, 1 nearly always does.
@@ -375,9 +375,9 @@ class Threshold:
         Args:
           policy: policy with the target acceptance rate, the step of the threshold before smoothing, and the weights
             of the past in both averages.
-          mode: rule of the update. "paper" raises the threshold while the rate is at most the target rate and lowers
-            it otherwise. "code", the published program, raises it while the rate is below the target, and does not
-            lower it after a draft of the full length. "static" never changes it.
+          mode: rule of the update. "paper" raises the threshold while the rate is at most the target rate and lowers it
+            otherwise. "code", the published program, raises it while the rate is below the target, and does not lower
+            it after a draft of the full length. "static" never changes the threshold.
           num_drafted: depth of the draft.
           num_accepted: number of accepted tokens.
         """

@@ -20,7 +20,7 @@ def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
 def build(
     kind: type, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[Any, list[str], list[str]]:
-    """Build a model from its tensors, which it keeps.
+    """Build a model from its tensors. The model uses the tensors without a copy.
 
     Args:
       kind: class of the model.

@@ -28,7 +28,7 @@ class Prompt:
     Args:
       token_ids: token ids of the prompt, at least one.
       text: text of the prompt; None if it was given as token ids.
-      output_ids: output so far of each sample, which generation continues; empty for a new request.
+      output_ids: existing output of each sample, which generation continues; empty for a new request.
       cache_salt: salt of the prefix cache; None for no salt.
     """
 
@@ -184,7 +184,7 @@ def _any_ids(value: Any, place: int) -> tuple[int, ...]:
 
 
 def _output_ids(value: Any, place: int) -> tuple[tuple[int, ...], ...]:
-    """Output so far of every sample of a prompt. A flat list of numbers is the output of a single sample."""
+    """Existing output of every sample of a prompt. A flat list of numbers is the output of a single sample."""
     if not has_items(value):
         raise PromptError(
             f"prompt {place} has the output_ids {value!r}; give the token ids of the output so far, or one such list "

@@ -129,7 +129,8 @@ def _compiled(template: str) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """Tag ``{% generation %}``, which marks the assistant's output for training. Its text is that of its body."""
+        """Tag ``{% generation %}``, which marks the assistant's output for training. The tag renders to the text of its
+        body."""
 
         tags = {"generation"}  # noqa: RUF012 - required by Jinja
 

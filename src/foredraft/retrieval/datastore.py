@@ -126,7 +126,7 @@ class Datastore:
 
         Args:
           length: length of the context in tokens.
-          hits: its occurrences by shard.
+          hits: occurrences of the context, by shard.
           shorter: occurrences of the context that is one token shorter; None if they do not count.
         """
         num_hits = sum(map(len, hits))

@@ -240,8 +240,8 @@ def perturbed_best(
     Args:
       scores: (M, V) of any float dtype, before the temperature.
       keys: M keys of the match stream.
-      columns: int64 (V,), token ids of the columns. They select the noise of the columns. By default they are the
-        column numbers.
+      columns: int64 (V,), token ids of the columns. They select the noise of the columns. The default is the column
+        numbers.
     """
     scores = for_double(scores)
     if scores.device.type != "cpu" or not warper.has_shortcut:

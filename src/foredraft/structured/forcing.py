@@ -85,7 +85,7 @@ class Run:
     """Forced text after a place.
 
     Attributes:
-      text: bytes of the forced text computed so far.
+      text: bytes of the forced text that have been computed.
       longest: at each byte of ``text``, the length of the longest token that can start there, in bytes.
       matcher: matcher at the end of ``text``.
       mask: mask at the end of ``text``, if it was computed.
@@ -99,7 +99,8 @@ class Run:
     is_closed: bool = False
 
     def after(self, text: bytes) -> Run | None:
-        """Return the run after its first bytes ``text``; None if it begins differently or is not known so far."""
+        """Return the run after its first bytes ``text``; None if it begins differently, or if so much is not computed
+        yet."""
         if not self.text.startswith(text):
             return None
         return Run(self.text[len(text) :], self.longest[len(text) :], self.matcher, self.mask, self.is_closed)
@@ -191,7 +192,7 @@ class Place:
         return self._mask
 
     def forced(self) -> tuple[int, ...]:
-        """Return the tokens of the forced text computed so far. The first of them is the only allowed token.
+        """Return the tokens of the computed part of the forced text. The first of them is the only allowed token.
 
         Forced tokens depend only on the text so far and its last token, drafted or not.
         """

@@ -71,7 +71,7 @@ def reference_distribution(
       params: sampling parameters; only temperature, top-k, top-p, min-p, typical-p, penalties and biases are used.
       chunk_size: chunk size of the prefill, equal to that of the engine that is verified.
 
-    Returns: a function from the output so far to probabilities (V,) that sum to one.
+    Returns: a function from the generated tokens to probabilities (V,) that sum to one.
     """
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1.0:

@@ -82,7 +82,7 @@ def verify(
         more.
       progress: function that is called with one line before each check.
 
-    Ctrl-C ends the verification early. The verdict then contains the findings so far and is never "lossless".
+    Ctrl-C ends the verification early. The verdict then contains the finished checks and is never "lossless".
 
     Raises: ConfigError for values out of range, PromptError for invalid prompts.
     Randomness: keyed by ``seed``. The same call gives the same tokens, and as many of them as time allows.

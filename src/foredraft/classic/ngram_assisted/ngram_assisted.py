@@ -152,7 +152,8 @@ class StorageProposer:
         return token
 
     def observe(self, text: Sequence[int], target_probs: Sequence[Tensor]) -> None:
-        """Count every new token, and then the other likely tokens at its position, so that their counts do not tie."""
+        """Count every new token, and after it the other likely tokens of the same position, so that their counts do not
+        tie."""
         first = len(text) - len(target_probs)
         for place, probs in enumerate(target_probs, first):
             self._ids[0, place] = text[place]

@@ -62,7 +62,7 @@ class INgramStorage(ABC):
     def has_gram(self, ngram: Tensor) -> bool:
         """Return whether an n-gram, (n,) with its predicted token last, is stored.
 
-        Generation never calls it, so subclasses need not define it.
+        Generation never calls `has_gram`, so subclasses need not define it.
         """
         raise ConfigError(f"{type(self).__name__} has no has_gram; define it to look up n-grams")
 
@@ -89,10 +89,10 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def initialize(self, input_ids: Tensor) -> None:
-        """Count every n-gram of a text (batch, T). Earlier counts stay; `reset` clears them."""
+        """Count every n-gram of a text (batch, T). Earlier counts are kept; `reset` clears them."""
 
     def reset(self) -> None:
-        """Clear the storage. Generation never calls it, so subclasses need not define it."""
+        """Clear the storage. Generation never calls `reset`, so subclasses need not define it."""
         raise ConfigError(f"{type(self).__name__} has no reset; define it, or create a new storage")
 
 

@@ -95,7 +95,8 @@ class EagleDrafter(HeadDrafter):
 
     The head has its own cache, which between steps has one entry per committed token of a row. Entry t is computed
     from the target's feature after token t and from token t + 1. Entries from the head's own predictions are never
-    kept: drafted nodes are fed behind the entries while a draft grows, and then rolled back. If the head runs in the
+    kept: drafted nodes are written after the entries while a draft grows, and are then rolled back. If the head runs in
+      the
     library's native kernels, the entries of a step are deferred to the next draft. The kernels run calls with few
     nodes, and PyTorch modules run the others. Heads in float32 always use the kernels, because their modules would
     store keys in another dtype.

@@ -41,8 +41,8 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
     Raises: ConfigError if ``vocab_size`` is missing; CheckpointError or ConfigError for a state file that cannot be
     written or does not match the options.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none, except for
-      unknown="random". Unknown tokens are then drawn from the draft stream of the row's seed, keyed by position and
-      independent of all numbers that decide emitted tokens.
+      unknown="random". Randomness of "random": the draft stream of the row's seed, keyed by position and independent of
+      all numbers that decide emitted tokens.
     Cost: dictionary operations per new token and per drafted node, independent of the context length.
     """
 

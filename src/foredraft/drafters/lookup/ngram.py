@@ -60,7 +60,7 @@ class NGramDrafter(PlannedDrafter["SuffixIndex"]):
 class SuffixIndex:
     """End positions of all n-grams of a growing token sequence, for n in ``orders``.
 
-    An n-gram is indexed once its next token is known, so the end of the sequence never matches itself.
+    An n-gram is indexed when its next token is known, so the end of the sequence never matches itself.
 
     Args:
       orders: n-gram sizes to index.

@@ -34,7 +34,8 @@ class TokenRecyclingDrafter(ContextDrafter):
     Source: token recycling (Luo et al. 2024, arXiv:2408.08696; Luowaterbi/TokenRecycling). Deviations: unknown
       successors are left out of the tree, where the published code drafts token 0. The text of the prompt fills the
       matrix before the first step. If a token is at several nodes, its matrix row comes from the accepted node. The
-      matrix ends with its request unless it is shared. The published tree follows no rule; `best_tree` makes the tree
+      matrix of a request is dropped with the request, unless it is shared. The published tree follows no rule;
+      `best_tree` makes the tree
     used here.
 
     The target's top tokens along the prompt (initial_state="prompt") add 4 % tokens per step and make the prefill a

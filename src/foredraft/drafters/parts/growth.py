@@ -89,7 +89,7 @@ class GrowingDraft:
         return self.num_branches if self.shape is None else len(self.shape.children[self.spots[node]])
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
-        """Add a child with its own score, at most 0, and return its index."""
+        """Add a child with a score of its own, at most 0, and return its index."""
         self.child_of[parent, token] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -224,7 +224,7 @@ class Growth:
       beam_width: number of nodes that are expanded per level; ``num_branches`` by default.
       reranks: True to keep all children while the draft grows under "match", and to choose the best ``max_nodes`` of
         them at the end. If False, only the expanded nodes are kept.
-      tree: static tree; its most valuable nodes within the draft size of a row are filled.
+      tree: static tree. The most valuable nodes that fit the draft size of a row are filled.
       max_depth: largest number of levels of a static tree below the root; None for all levels.
       sample_method: "probabilistic" draws from the processed distribution of the drafter, "greedy" takes its likeliest
         tokens.
@@ -462,8 +462,8 @@ class Growth:
     # -- successors of nodes -----------------------------------------------------------------------------------
 
     def _successors(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor | None]]:
-        """Return for every node its successors, the best or first drawn one first, and the distribution they were
-        drawn from.
+        """Return the successors of every node, the best or first drawn one first, and the distribution from which they
+        were drawn.
         """
         found: dict[int, tuple[Scored, torch.Tensor | None]] = {}
         for is_sampled in (False, True):

@@ -1,7 +1,7 @@
 """Drafting with the target itself, skipping some of its layers.
 
 Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168); early exit as in LayerSkip (Elhoushi et al. 2024,
-arXiv:2404.16710), without its training."""
+  arXiv:2404.16710), without the training that the paper describes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class Prefix:
         return bytes_of(self.states) + (0 if self.memory is None else int(self.memory.num_bytes))
 
     def covers(self, token_ids: tuple[int, ...], num_columns: int, salt: object = None) -> bool:
-        """Return whether this prefix contains another one of the same salt: its tokens first, and no more columns."""
+        """Return whether this prefix contains another prefix of the same salt. It does if its tokens begin with those
+        of the other one and it has at least as many columns."""
         is_beginning = num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
         return is_beginning and salt == self.salt
 

@@ -164,7 +164,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """Free memory that was not needed since the last call, if that is at least half of it. Return whether any was
         freed.
 
-        Call it between forward passes, and rarely, because buffers are copied. Lazy memory needs no shrinking.
+        Call `shrink` between forward passes, and rarely, because buffers are copied. Lazy memory needs no shrinking.
         """
         if self.is_lazy:
             return False
@@ -426,7 +426,7 @@ class CacheGroup:
             cache.swap(slot, other)
 
     def move(self, slot: int, target: int) -> None:
-        """Copy a row over another row, which is lost; the old slot is then free."""
+        """Copy a row over another row, whose content is lost. The old slot is then free."""
         for cache in self.caches:
             cache.move(slot, target)
 
