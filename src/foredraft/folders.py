@@ -233,11 +233,11 @@ def replacing(file: Path, part: Path) -> Iterator[None]:
 
 @contextmanager
 def filling(folder: Path, last: str) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, whose files move into ``folder`` unless there is an error.
+    """Context manager that yields a temporary folder. Its files move into ``folder`` unless there is an error.
 
     Args:
       folder: a new or empty folder; it is created.
-      last: name of the file that is moved last, and without which nobody reads the others. If the process is killed
+      last: name of the file that is moved last. Readers ignore the folder without this file. If the process is killed
         before the end, this file is missing.
     """
     was_there = folder.is_dir()

@@ -112,8 +112,8 @@ class LLM:
       TokenizerMismatchError: drafter and target do not share a tokenizer.
       ConfigError: an unknown key, or a value out of range.
 
-    Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same seed;
-    under "standard" and "block" they follow the same distribution.
+    Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same seed.
+      Under "standard" and "block" they have the same distribution.
     Randomness: keyed by the seed of the request. A request without any seed draws one and reports it.
     """
 

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 SPINS = 1000
-"""Number of times that a waiting OpenMP thread checks again before it sleeps, which takes some 25 to 50 microseconds.
-By default it spins for milliseconds, and takes that time from the thread for which it waits.
+"""Number of times that a waiting OpenMP thread checks again before it sleeps. The checks take some 25 to 50
+microseconds. By default it spins for milliseconds, and takes that time from the thread for which it waits.
 """
 
 

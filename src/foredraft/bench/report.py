@@ -71,10 +71,11 @@ def show(console: Console, parts: Iterable[Group | Text]) -> None:
 
 @dataclass
 class Report:
-    """The results of one benchmark, shown and written as they arrive, so that an interrupted run keeps what it has.
+    """The results of one benchmark. They are shown and written as they arrive, so that an interrupted run keeps its
+    results.
 
-    A file whose name ends in .jsonl contains a line of JSON for the conditions and one for every result, with its name
-    under "result". Any other file contains one JSON object.
+    A file whose name ends in .jsonl contains a line of JSON for the conditions and one for every result. Each result
+    has its name under "result". Any other file contains one JSON object.
 
     Args:
       output: file for the results; None for none.

@@ -65,7 +65,7 @@ class Run:
     tokens of the first emission do not count as decoded.
 
     Args:
-      token_ids: tokens of the output; for a group, those of all rows one after another.
+      token_ids: tokens of the output. For a group, the tokens of all rows, one row after another.
       num_first: number of tokens in the first emission, or of tokens emitted before all rows of a group were prefilled.
       first_seconds: seconds from the request to the first emission, including the prefill of target and drafter.
       decode_seconds: seconds from the first emission to the end.
@@ -190,7 +190,7 @@ class Comparison:
     num_prompts: int
 
     def __str__(self) -> str:
-        """Return the ratio and its interval for tables; only the ratio for one prompt, and a dash for none."""
+        """Return the ratio and its interval for tables. For one prompt, return the ratio alone; for none, a dash."""
         if self.num_prompts == 0:
             return "-"
         return f"{self.ratio:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.num_prompts > 1 else "")

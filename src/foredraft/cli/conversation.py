@@ -98,8 +98,8 @@ class Conversation:
 
     Raises: ConfigError if there is no chat template or more than one sample per answer; PromptError if the template
       rejects the first messages. Many templates reject system messages.
-    Exactness: that of the LLM; `again` by plain decoding returns the same tokens under "match".
-    Randomness: keyed by the seed of ``params`` in every turn; without a seed, every answer draws and reports one.
+    Exactness: that of the LLM. Under "match", `again` by plain decoding returns the same tokens.
+    Randomness: keyed by the seed of ``params`` in every turn. Without a seed, every answer draws one and reports it.
     """
 
     llm: LLM

@@ -1,4 +1,4 @@
-"""``foredraft demo``: plain and speculative decoding of the same questions; texts are compared before the speed."""
+"""``foredraft demo``: plain and speculative decoding of the same questions. Texts are compared before the speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``foredraft info``: facts, cost and methods of a model; without one, facts of this machine and what it lacks."""
+"""``foredraft info``: facts, cost and methods of a model. Without a model, facts of this machine and what is
+missing."""
 
 from __future__ import annotations
 

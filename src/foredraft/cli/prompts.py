@@ -157,7 +157,7 @@ def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
 
 
 def looks_like_instruct(model: str) -> bool:
-    """Whether the last part of a path or hub id has "instruct", "chat" or "it" as a word of its own."""
+    """Whether the last part of a path or hub id contains "instruct", "chat" or "it" as a separate word."""
     return _INSTRUCT_NAME.search(Path(model).name) is not None
 
 

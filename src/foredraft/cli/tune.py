@@ -64,8 +64,8 @@ def tune(
     """Find the fastest method and settings for a model, this machine and your prompts.
 
     The prompts are decoded once. The drafts of every method are counted, and their cost is computed from measured step
-    times, so the result is reproducible. generate, chat and serve use the result with --profile-file. The commands
-    below search for the settings of one drafter.
+    times. The result is therefore reproducible. generate, chat and serve use the result with --profile-file. The
+    commands below search for the settings of one drafter.
 
     Examples:
       foredraft tune zoo:smollm2

@@ -134,7 +134,7 @@ class PerfectDrafter(Drafter):
 
 
 class WrongDrafter(PerfectDrafter):
-    """A drafter that proposes a token other than that of plain decoding at every node."""
+    """A drafter that proposes a wrong token at every node: never the token of plain decoding."""
 
     facts = DrafterFacts("wrong")
 
