@@ -82,7 +82,8 @@ class CheckpointError(ForedraftError, OSError):
 
 
 class DatastoreError(ForedraftError, OSError):
-    """A datastore, its corpus or a saved history is missing, damaged or foreign, or cannot be written."""
+    """A datastore, its corpus or a saved history is missing, is damaged, was not written by foredraft, or cannot be
+    written."""
 
 
 class NothingAcceptedError(ForedraftError, RuntimeError):
@@ -146,7 +147,7 @@ MOST_CHARACTERS = 1000
 
 
 def shortened_message(message: str) -> str:
-    """Return the message, or both ends of a long one."""
+    """Return the message. Of a long message, return both ends."""
     if len(message) <= MOST_CHARACTERS:
         return message
     return f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"

@@ -233,7 +233,8 @@ def replacing(file: Path, part: Path) -> Iterator[None]:
 
 @contextmanager
 def filling(folder: Path, last: str) -> Iterator[Path]:
-    """Context manager that yields a temporary folder. Its files move into ``folder`` unless there is an error.
+    """Context manager that yields a temporary folder. The files of that folder move into ``folder`` unless there is an
+    error.
 
     Args:
       folder: a new or empty folder; it is created.

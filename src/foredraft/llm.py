@@ -278,7 +278,8 @@ class LLM:
     def applicable_methods(self) -> list[tuple[str, str | None]]:
         """List every method with None, or with the reason why this model cannot draft with it at present.
 
-        The drafter that this LLM has loaded counts. Models of the zoo include the drafters that their methods need.
+        The drafter that the `LLM` has loaded counts as available. Models of the zoo include the drafters that their
+        methods need.
         """
 
         def attempt(config: SpeculativeConfig) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 SPINS = 1000
 """Number of times that a waiting OpenMP thread checks again before it sleeps. The checks take some 25 to 50
-microseconds. By default it spins for milliseconds, and takes that time from the thread for which it waits.
+microseconds. By default a waiting thread spins for milliseconds, and takes that time from the thread for which it
+waits.
 """
 
 

@@ -54,7 +54,7 @@ class MethodRow:
       draft_seconds: seconds per step for proposing and observing.
       memory_bytes: growth of the process when the method was loaded and first run. It includes the method's own
         key-value cache of the target. None if the system does not report it.
-      equality: comparison of its tokens with plain decoding; None if only the distribution is the same.
+      equality: comparison of the method's tokens with plain decoding; None if only the distribution is the same.
       lossless: True if the acceptance rule keeps the distribution of the target.
       drafted_share: share of the steps that verified a draft.
       governed_share: share of the steps in which the governor decided to decode plainly.

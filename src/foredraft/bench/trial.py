@@ -86,7 +86,7 @@ class Run:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], started: float, emissions: Sequence[tuple[float, int]], **more: Any) -> Run:
-        """Return a run from its emissions, each with its time and its number of tokens."""
+        """Return a run from its emissions. Each emission has a time and a number of tokens."""
         times = [moment for moment, _ in emissions]
         steps = tuple(later - earlier for earlier, later in pairwise(times))
         first, last = times[0], times[-1]

@@ -34,7 +34,7 @@ QUESTIONS = (
     "What kind of music do you like to listen to in the evening?",
 )
 """Requests to an assistant, not chosen for their gain. Five of eight are chat, where nothing can be copied, as are half
-or more of the first n for any n. The others are code, a correction and a summary."""
+or more of the first n for any n. The other questions are code, a correction and a summary."""
 
 TOY = "zoo:tiny"
 
@@ -151,8 +151,8 @@ def race(
 ) -> BothAnswers:
     """Decode a question plainly and speculatively in turns. The lane that has used less time is next.
 
-    At every moment both have had the same time, and noise of the machine affects both equally. The time of ``watch``
-    counts for neither.
+    At every moment, plain and speculative decoding have had the same time, and noise of the machine affects both
+    equally. The time of ``watch`` counts for neither.
 
     Args:
       llms: plain and speculative, over one target.

@@ -88,7 +88,7 @@ class Conversation:
     tokens that are not in the cache.
 
     Args:
-      llm: the model; its tokenizer needs a chat template.
+      llm: the model. Its tokenizer needs a chat template.
       params: sampling parameters of every answer; one sample.
       system: system message, if any.
 

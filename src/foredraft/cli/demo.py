@@ -50,8 +50,8 @@ def demo(
 ) -> None:
     """Answer questions with and without drafting, side by side, and compare texts and speed.
 
-    The two take turns, so both have had the same time at every moment. Speed is all tokens divided by all seconds. The
-    exit code is 3 if a text differs.
+    Plain and speculative decoding take turns, so both have had the same time at every moment. Speed is all tokens
+    divided by all seconds. The exit code is 3 if a text differs.
 
     Examples:
       foredraft demo

@@ -186,7 +186,7 @@ class TuneOptions(TargetOptions):
             read_prompts_file(self.prompts)
 
     def read_prompts(self, model: str, tokenizer: Any) -> list[BenchPrompt]:
-        """Token ids of the prompts: those of a file as in `generate`, built-in questions in chat format.
+        """Token ids of the prompts: those of a file as in `generate`, or built-in questions in chat format.
 
         Raises: PromptError, ConfigError.
         """

@@ -98,7 +98,7 @@ class SamplingParams:
         for none. These log-probabilities are the model's own, before any processor, because prompt tokens are not
         sampled.
       prediction: text or token ids that the output is expected to resemble. The predicted tokens are drafted in
-        addition to those of the drafter. They affect the speed only. `LLM` turns text into tokens.
+        addition to those of the drafter. The predictions affect the speed only. `LLM` turns text into tokens.
       structured_outputs: constraint of the output, as `StructuredOutputs` or a mapping of its fields.
       ignore_eos: continue after EOS.
       skip_special_tokens: leave special tokens out of the text.
@@ -106,7 +106,7 @@ class SamplingParams:
       logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as in transformers. Processors must be
         functions of their arguments alone, because verification calls them with prefixes that may be rejected later.
       num_speculative_tokens: longest draft for this request, 0 for plain decoding, None for the limit of the
-        speculative config. Under "match" this number does not affect the tokens.
+        speculative config. Under "match" the number does not affect the tokens.
 
     Raises: ConfigError for an unknown field or a value out of range.
     """

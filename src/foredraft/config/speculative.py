@@ -269,7 +269,7 @@ def _check_keys(method: Method, given: Iterable[str]) -> None:
 
 
 def _check_available(name: str) -> None:
-    """Refuse well-known methods that this version does not have."""
+    """Refuse well-known methods that this version of foredraft does not have."""
     what = method_not_here(name)
     if what is not None and name not in methods():
         raise ConfigError(

@@ -261,7 +261,7 @@ class Drafts:
 
         Args:
           memory: result of `kept`, or None.
-        Returns: number of these tokens that the drafter need not see. The target reads the others again.
+        Returns: number of the tokens that the drafter need not read. The target reads the other tokens again.
         """
         if row.is_plain:
             return num_tokens

@@ -277,7 +277,7 @@ class Engine:
         self.profile.prefill_seconds += perf_counter() - start
 
     def _decode(self, rows: list[Row]) -> list[RowOutput]:
-        """Run one round over the rows that are decoding. Plain decoding is this round with the empty draft.
+        """Run one round over the rows that are decoding. Plain decoding is a round with the empty draft.
 
         Node 0 of every draft is the row's pending token, which is part of the row and not yet in the cache. If the
         drafter fails, its rows go on with empty drafts and so with the same output (`Drafts`).
@@ -354,9 +354,10 @@ class Engine:
 
         The accepted tokens and the bonus must fit into the remaining budget.
 
-        Limits are set only here; governor and drafter may choose less. If bitwise equality is guaranteed (`Guarantee`),
-        a draft has at most as many nodes as one forward pass can compute with the bits of single tokens. Drafts may
-        branch only if rule and model support trees. A row in doubt gets no draft. A request may set a smaller limit.
+        Draft limits are set only in this function; governor and drafter may choose less. If bitwise equality is
+        guaranteed (`Guarantee`), a draft has at most as many nodes as one forward pass can compute with the bits of
+        single tokens. Drafts may branch only if rule and model support trees. A row in doubt gets no draft. A request
+        may set a smaller limit.
         """
         max_nodes, of_guarantee = self._scheduler.max_nodes, min(self._guarantee.max_nodes, NO_LIMIT)
         takes_trees = self.config.rule.takes_trees and self.target.supports_trees

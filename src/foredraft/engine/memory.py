@@ -61,9 +61,9 @@ class MemoryPlan:
     A lazy cache (`KVCache.is_lazy`) allocates the columns of every row. Other caches allocate the longest row times the
     number of rows.
 
-    A request is admitted when it fits beside the running rows. If these have grown too long together, the newest row
-    gives up its slot and waits before all others. The prompt of that row is then read again, and its output is
-    replayed.
+    A request is admitted when it fits beside the running rows. If the running rows have grown too long together, the
+    newest row gives up its slot and waits before all others. The prompt of that row is then read again, and its output
+    is replayed.
 
     Args:
       num_bytes: limit for keys and values of the target, drafts included, and for those caches of drafters that grow

@@ -379,7 +379,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def _may_keep(self, row: Row) -> bool:
-        """Return whether the columns of a row may be kept. They may not if they can be wrong or come from other
+        """Return whether the columns of a row may be kept. They may not be kept if they can be wrong or come from other
         weights."""
         is_doubtful = row.is_in_doubt or row.finish_reason == "error"
         return self._prefixes is not None and not is_doubtful and row.num_changes == self._target.num_changes

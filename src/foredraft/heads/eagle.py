@@ -187,8 +187,8 @@ class EagleHead(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """First layer of EAGLE-3. Its queries, keys and values are computed from the embedding and the feature,
-    concatenated."""
+    """First layer of EAGLE-3. The queries, keys and values of this layer are computed from the embedding and the
+    feature, concatenated."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()

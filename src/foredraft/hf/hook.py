@@ -77,10 +77,9 @@ def speculate(
 
     Raises: ConfigError for an unknown key or execution, a value out of range, or stop strings without a tokenizer.
 
-    Exactness: without sampling, the sequences equal those of plain ``generate``. With sampling, they have the same
-      distribution. Under the default ``rejection_sample_method="match"`` every method gives the tokens of
-      ``speculate("none")``. With ``quantization`` or ``kv_cache_dtype``, this guarantee is relative to the rounded
-      model.
+    Exactness: without sampling, the sequences equal those of plain ``generate``. With sampling, the sequences have the
+      same distribution. Under the default ``rejection_sample_method="match"`` every method gives the tokens of
+      ``speculate("none")``. With ``quantization`` or ``kv_cache_dtype``, the guarantee refers to the rounded model.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
     check_kind(execution)

@@ -2,7 +2,7 @@
 
 Processors that the engine's own sampler computes exactly as transformers does, and much faster, become fields of
 `SamplingParams`. These processors are the first ones of the list that follow the sampler's order, and temperature and
-truncation at the end of the list. The processors between them run unchanged, with the arguments that transformers would
+truncation at the end of the list. Processors between them run unchanged, with the arguments that transformers would
 pass.
 """
 

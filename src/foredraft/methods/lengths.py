@@ -184,7 +184,8 @@ class Egag(LengthPolicy):
 
     Source: TbK0ng/Speculative-Decoding: g = clip(floor((1 - H / log V) * gamma_max), gamma_min, gamma_max); ema = beta
     * ema + (1 - beta) * g; round(ema). The mode "paper" computes the length once per step, from the entropy of the
-    first distribution divided by log V. With today's vocabularies this length hardly changes. The mode "calibrated"
+      first distribution divided by log V. With today's vocabularies this length is nearly constant. The mode
+      "calibrated"
     divides by a reference entropy that real text reaches, rounds to the nearest length, and computes the length again
     before every token. A token is drawn while the length from its own distribution exceeds the draft.
 

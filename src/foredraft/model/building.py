@@ -24,8 +24,8 @@ def build(
 
     Args:
       kind: class of the model.
-      config: its configuration, without quantisation settings.
-      state: tensors of this dtype by name; of tied weights one is enough.
+      config: configuration of the model, without quantisation settings.
+      state: tensors of this dtype by name. Of tied weights, one is enough.
       dtype: dtype of the model.
 
     Returns: the model in evaluation mode; the names of its weights that are missing in ``state``, which have random

@@ -76,7 +76,7 @@ class INgramStorage(ABC):
         """
 
     def fill(self, input_ids: Tensor, next_tokens: Tensor, weight: float = 1.0) -> None:
-        """Count the target's likely tokens. By default it calls `update`, which counts 1 each.
+        """Count the target's likely tokens. By default `fill` calls `update`, which counts 1 each.
 
         Raises: ConfigError for another weight, unless a subclass overrides this method.
         """

@@ -169,7 +169,8 @@ def autoregressive_generate(
     Returns: the generated ids, without the prompt.
     Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError; NumericsError and ShapeError for
       invalid output of the model or the processor.
-    Exactness: this is plain decoding. Both values of ``use_cache`` give the same tokens, up to near-ties in half
+    Exactness: the function is plain decoding. Both values of ``use_cache`` give the same tokens, up to near-ties in
+      half
     precision.
     Randomness: torch's global generator, through the processor's ``sample``.
     """

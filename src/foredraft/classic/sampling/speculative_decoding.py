@@ -86,7 +86,7 @@ def speculative_generate(
     Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError, TokenizerMismatchError; NumericsError
       and ShapeError for invalid output of a model or the processor.
     Exactness: lossless. The output has the distribution of `autoregressive_generate` with the same processor. With a
-      greedy processor it is the same output. With ``skip_sample_adjustment`` it is lossy.
+      greedy processor the output is the same, too. With ``skip_sample_adjustment`` the function is lossy.
     Randomness: torch's global generator, through the processor's ``sample`` for drafts and final tokens, and
       ``torch.rand`` for the acceptance tests.
     """

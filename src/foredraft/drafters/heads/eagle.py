@@ -39,7 +39,7 @@ USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """Probability that the candidate of each rank is right at each depth, for the default tree.
 
 The accuracies of the first ranks are about those of the published heads, which fall little from depth to depth. The
-others are assumed.
+other ranks are assumed.
 """
 
 MAX_DEPTH = 64
@@ -213,7 +213,7 @@ class EagleDrafter(HeadDrafter):
         Args:
           native: head in the kernels.
           slots: slots of the rows.
-          chains: per row, its next tokens; empty for rows in between.
+          chains: the next tokens of each row; empty for rows between the rows that draft.
           streams: per row with tokens, (n, streams * H of the target).
 
         Yields: slots, and outputs (H,) of the newest entries.

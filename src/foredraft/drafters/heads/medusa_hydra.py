@@ -40,7 +40,7 @@ MEDUSA_ACCURACIES = [
 """Probability that the candidate of each rank is right, by head.
 
 The first ranks and the sum of the first five ranks of head 0 are from the published training log of Medusa v0.1
-(Vicuna-7B). The others are assumed to decrease in the same way.
+(Vicuna-7B). The accuracies of other ranks and heads are assumed to decrease in the same way.
 """
 
 HYDRA_ACCURACIES = [
@@ -183,7 +183,7 @@ class MultiHeadDrafter(HeadDrafter):
         return self.expand(drafts)
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Return the logits of this level's head after every node, given the path to the node."""
+        """Return the logits of the head of this level after every node, given the path to the node."""
         nodes = [(i, draft, node) for i, draft in enumerate(drafts) for node in draft.frontier]
         above = [self._number_of[i][draft.parents[node]] for i, draft, node in nodes]
         tokens = torch.tensor([draft.tokens[node] for _, draft, node in nodes], device=self._inputs.device)

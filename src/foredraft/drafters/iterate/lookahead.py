@@ -106,7 +106,7 @@ class GuessWindow:
       num_levels: number of levels of a full window, N - 1. The window starts with the first level, N - 2 columns
         wider, and each of its first steps trades one column for one level.
       initial: function that makes tokens for the first level, and for cells without another guess.
-      ends: tokens that end a row. They are never used as guesses, because nothing can follow them.
+      ends: tokens that end a row. Such tokens are never used as guesses, because nothing can follow them.
     """
 
     def __init__(self, size: int, num_levels: int, initial: Callable[[], int], ends: frozenset[int]) -> None:

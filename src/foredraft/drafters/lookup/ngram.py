@@ -18,8 +18,8 @@ _MAX_OCCURRENCES = 32  # per n-gram and step, so that a row of one repeated toke
 
 
 class NGramDrafter(PlannedDrafter["SuffixIndex"]):
-    """Drafter that copies the continuation of an earlier occurrence of the row's last tokens. It takes the longest
-    suffix that occurs earlier in the prompt or output.
+    """Drafter that copies the continuation of an earlier occurrence of the row's last tokens. The drafter takes the
+    longest suffix that occurs earlier in the prompt or output.
 
     Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in transformers and
       vLLM. Deviations: the latest occurrence comes first by default. A continuation that reaches the end of the row

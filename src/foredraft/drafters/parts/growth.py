@@ -210,8 +210,8 @@ class Expander(Protocol):
 
 
 class Growth:
-    """Rules by which drafts grow. They decide which nodes get children, which children are kept, and which of these are
-    expanded next.
+    """Rules by which drafts grow. The rules decide which nodes get children, which children are kept, and which of
+    these are expanded next.
 
     A drafter owns one `Growth` and passes it an `Expander`. Every level costs one call of the expander, for all rows
     together. The shape of a dynamic tree depends on the expander's logits. In a static tree only the tokens are
@@ -230,9 +230,9 @@ class Growth:
         tokens.
       acceptance: acceptance rule of the engine. Under "match" siblings are the Gumbel-top-k of the drafter's
         distribution with the target's noise, so the best one is the target's draw from that distribution. Under rules
-        that need a distribution, siblings are drawn from a separate stream and stay in draw order. None of them is
-        dropped, and the tree contains their distribution. A dynamic tree expands only first draws. Under other rules
-        siblings are the likeliest tokens.
+        that need a distribution, siblings are drawn from a separate stream and stay in draw order. No sibling is
+        dropped, and the tree contains the distribution of the siblings. A dynamic tree expands only first draws. Under
+        other rules siblings are the likeliest tokens.
       max_nodes: largest number of nodes of a draft, root included; None for no limit beyond depth and branches, or for
         the whole static tree.
       vocabulary: tokens of the columns of the drafter's logits, if they do not cover the target's vocabulary.
@@ -313,7 +313,7 @@ class Growth:
     # -- drafts ------------------------------------------------------------------------------------------------
 
     def begin(self, row: Row, budget: DraftSize, reach: int = sys.maxsize) -> GrowingDraft:
-        """Return an empty draft for one row. Its depth limit is the smallest of those of the policy, the draft size and
+        """Return an empty draft for one row. The depth limit is the smallest of those of the policy, the draft size and
         the drafter (``reach``).
         """
         allowed = DraftSize.of(budget)

@@ -79,7 +79,7 @@ class SparseView(RowState):
         return self.cache
 
     def own_cache(self, column_bytes: Callable[[], int]) -> DraftCache:
-        """Return the cache of the view. Its rows do not grow with the text."""
+        """Return the cache of the view. The rows of the view do not grow with the text."""
         return DraftCache(self.cache, column_bytes, self.cache.capacity)
 
     def follow(self, drafts: Sequence[GrowingDraft]) -> None:

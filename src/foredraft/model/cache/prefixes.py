@@ -115,7 +115,7 @@ class PrefixStore:
         Args:
           remember: function that returns the drafter's state for these tokens; called only if the store does not have
             it.
-          owner: drafter of this state, which alone can use it.
+          owner: drafter of this state. Only this drafter can use the state.
           salt: cache salt of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
@@ -162,7 +162,7 @@ class PrefixStore:
         Args:
           recall: function of the drafter's state and a number of tokens; returns the number that the drafter can use.
           grain: number of which the result is a multiple.
-          owner: drafter of the row; it gets no other drafter's state.
+          owner: drafter of the row. It does not receive the state of another drafter.
           salt: cache salt of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)

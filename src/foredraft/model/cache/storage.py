@@ -261,7 +261,7 @@ SLAB_BYTES = 1 << 28
 def slabs_of(layers: Sequence[RaggedLayer]) -> list[torch.Tensor]:
     """Merge the buffers of layers on an accelerator: buffers of one shape become one tensor (buffers, R, H, T, D).
 
-    Columns of many buffers then move in one operation. The layers' buffers become views of these tensors.
+    Columns of many buffers can then be moved in one operation. The layers' buffers become views of these tensors.
     """
     return [_put_together(places) for places in _alike(layers)]
 
