@@ -27,7 +27,7 @@ def is_forked() -> bool:
 
 @cache
 def _first_process() -> int:
-    """Return the id of the process that made the first lock. Child processes reset their state."""
+    """Return the id of the process that made the first lock. Child processes of that process reset their state."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_begin_anew)
     return os.getpid()

@@ -21,7 +21,7 @@ from foredraft.model.lm import CausalLM
 
 
 class EngineArm(Arm):
-    """An arm that runs foredraft's engine. Engine and cache live as long as the arm, as in `LLM`.
+    """An arm that runs foredraft's engine. Engine and cache exist as long as the arm, as in `LLM`.
 
     Args:
       config: config of the engine; by default one row at a time.
@@ -99,7 +99,7 @@ class OwnArms:
 
     Args:
       loaded: the target model. The loaded model may be modified.
-      name: name of the model as given by the user; drafters of a zoo model are found by its name.
+      name: name of the model as given by the user. Drafters of a zoo model are found by this name.
       kv_cache_dtype, activations: see `LLM`.
     """
 

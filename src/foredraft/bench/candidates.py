@@ -95,7 +95,7 @@ def _completed(
 
 
 def _forced(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose draft lengths are fixed if the governor would choose them."""
+    """Return a config with fixed draft lengths, if the governor would choose them."""
     config = SpeculativeConfig.parse(given)
     if config.method == "auto":
         raise ConfigError(

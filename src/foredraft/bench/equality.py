@@ -11,7 +11,8 @@ from foredraft.model.lm import CausalLM
 from foredraft.testing.divergence import token_gap
 
 Gap = Callable[[Sequence[int], Sequence[int], int, int], float]
-"""Function of a prompt, the output so far and two tokens that returns the difference of their logits."""
+"""Function that returns the difference between the logits of two tokens. The arguments are a prompt, the output up to
+the difference, and the two tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def check(trial: Trial, gap: Gap, reference: str, arms: Sequence[str]) -> list[E
 
 
 def gap_of(target: CausalLM, sampling: Sampling) -> Gap:
-    """Return a function for gaps by a plain forward pass, with the noise of the draw; see
+    """Return a function that measures gaps by a plain forward pass, with the noise of the draw; see
     `foredraft.testing.divergence`."""
     params = sampling.params(1)
     return lambda prompt, output, one, other: token_gap(target, prompt, output, params, 0, (one, other))

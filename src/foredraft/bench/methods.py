@@ -36,12 +36,12 @@ _NO_DRAFTING = SpeculativeConfig.parse(NO_DRAFTING)
 
 @dataclass(frozen=True)
 class MethodsSettings:
-    """Settings of a comparison. The defaults are those of ``foredraft bench``.
+    """Settings of a comparison. The defaults equal those of ``foredraft bench``.
 
     Args:
-      num_prompts: total number of prompts, taken from the kinds in turn.
+      num_prompts: total number of prompts. The kinds take turns.
       kinds: kinds of prompts; None for all kinds of the file except "copy".
-      repeats: number of rounds per prompt. A round runs all methods forwards and then backwards.
+      repeats: number of rounds per prompt. In a round, all methods run forwards and then backwards.
       exactness: "default" or "relaxed".
       is_forced: True if the candidates run without the governor; see `read_candidates`.
     """
@@ -136,7 +136,7 @@ class Methods:
 
     @cached_property
     def prompts(self) -> list[BenchPrompt]:
-        """Prompts of the kinds in turn. Prompts that leave no room for the output are skipped.
+        """Prompts, of all kinds in turn. Prompts that leave no room for the output are skipped.
 
         Raises: ConfigError if no prompt remains, or if there is no prompt of a kind.
         """
@@ -166,7 +166,7 @@ class Methods:
 
         Args:
           candidates: speculative configs by name; see `read_candidates`.
-          on_prompt: function that is called after every prompt with the results so far.
+          on_prompt: function that is called after every prompt with the current results.
 
         Raises: ConfigError if no method can be used.
         """
@@ -190,7 +190,8 @@ class Methods:
         return outcome(trial)
 
     def _contenders(self, candidates: Mapping[str, Mapping[str, Any]]) -> tuple[list[Contender], list[RefusedMethod]]:
-        """Return the candidates whose drafter can be made, each warmed up, and the others with the reason."""
+        """Return the candidates whose drafter can be made, each after a first run, and the other candidates with the
+        reason."""
         contenders: list[Contender] = []
         refused = []
         for place, (name, given) in enumerate(candidates.items()):

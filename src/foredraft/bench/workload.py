@@ -46,13 +46,14 @@ def read_questions(path: Path | None = None) -> list[PromptLine]:
 
 
 def _name(line: PromptLine) -> str:
-    """Return the kind and the number of a prompt; the number is ``question_id`` if the file has it."""
+    """Return the kind and the number of a prompt. The number is ``question_id`` if the file has that key."""
     named = line.keys.get("question_id")
     return f"{line.category}-{named if isinstance(named, int) else line.number}"
 
 
 def select(questions: Iterable[PromptLine], num_prompts: int, *, copying: bool = False) -> list[PromptLine]:
-    """Return the first prompts of every kind in turn, so that few prompts still cover all kinds."""
+    """Return the first prompts of every kind, with the kinds in turn, so that a small number of prompts covers all
+    kinds."""
     by_kind: dict[str, list[PromptLine]] = {}
     for question in questions:
         if (question.category == COPY) == copying:
@@ -76,7 +77,7 @@ def prompts_of_kinds(
     room: int | None,
     answer: Callable[[tuple[int, ...]], Sequence[int]],
 ) -> Iterator[BenchPrompt]:
-    """Yield prompts of the kinds in turn, created on demand.
+    """Yield prompts, with the kinds in turn. The prompts are created on demand.
 
     Args:
       kinds: kinds of prompts; None for all kinds of the questions except "copy". The kind "again" is made with

@@ -187,7 +187,7 @@ def _measure(options: BenchOptions, model: str, report: Report) -> int:
 
 
 def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
-    """Compare methods, print and write the results. An interrupt keeps the results so far."""
+    """Compare methods, print and write the results. After an interrupt, the partial results are kept."""
     from foredraft.bench.candidates import read_candidates
     from foredraft.bench.methods import Methods
     from foredraft.bench.outcome import advise, by_kind, governor_note

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from foredraft.tune.tuning import Tuning
 
 USUAL = ("ngram", "suffix", "draft_model", "eagle3", "token_recycling", "suffix+eagle3")
-"""Methods to try by default, the simplest first: those that gain without a search of their own
-(docs/auto.md has figures)."""
+"""Methods to try by default, the simplest first: those that are faster without searching for settings (docs/auto.md has
+figures)."""
 
 _SHOWN = 12
 

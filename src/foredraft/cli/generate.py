@@ -153,7 +153,7 @@ def generate(
 
 
 def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: TraceFile | None) -> None:
-    """Write the output generated so far.
+    """Write the output that was generated before the end.
 
     Args:
       writer: writer of the text; None if text can no longer be written.
@@ -179,7 +179,7 @@ WITHOUT = ("metrics", "timings")
 
 @dataclass(frozen=True)
 class Job:
-    """Many prompts and their model, which is loaded for the first batch.
+    """A job: many prompts and a model, which is loaded for the first batch.
 
     Args:
       options: arguments of `LLM`.
@@ -216,7 +216,7 @@ class Job:
         return records
 
     def batches(self, start: int) -> list[list[Any]]:
-        """Batches from this prompt on. The boundaries of batches are the same in every run."""
+        """Batches of the job, beginning with this prompt. The boundaries of batches are the same in every run."""
         first = start // BATCH * BATCH
         places = range(first, len(self.prompts), BATCH)
         return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]
@@ -258,7 +258,7 @@ def run_job(job: Job, out: str, *, replicas: int | None, address: str | None) ->
 
 @contextmanager
 def _opened(path: Path) -> Iterator[None]:
-    """Lock the file, so that no other job writes to it.
+    """Lock the file of results, so that no other job writes to it.
 
     Raises: ConfigError if another job has it, or it cannot be written.
     """

@@ -1,4 +1,5 @@
-"""``foredraft info``: facts, cost and methods of a model; without one, facts of this machine and what it lacks."""
+"""``foredraft info``: facts, cost and methods of a model. Without a model, facts of this machine and what is
+missing."""
 
 from __future__ import annotations
 
@@ -273,7 +274,7 @@ UNTIL_MODEL = "foredraft info MODEL shows the guarantee for a model"
 
 
 def machine_report() -> dict[str, Any]:
-    """Facts of the machine as plain data. Kernels are compiled if they are not yet."""
+    """Facts of the machine as plain data. Kernels that are not compiled yet are compiled."""
     import torch
 
     from foredraft import zoo

@@ -24,8 +24,8 @@ from foredraft.errors import ConfigError
 N = TypeVar("N")
 
 DEFAULTS = SamplingParams(temperature=UnsetFloat(0.0), max_tokens=UnsetInt(256))
-"""Defaults of the command line: greedy decoding, long enough for an answer. All others are those of `SamplingParams`.
-Defaults of the model override these, and options override both."""
+"""Defaults of the command line: greedy decoding, long enough for an answer. All other defaults are those of
+`SamplingParams`. Defaults of the model override these, and options override both."""
 
 METHODS = "auto, none, ngram, suffix, draft_model, eagle3"
 """The methods that are used most; ``foredraft info --keys`` lists all."""
@@ -71,7 +71,7 @@ _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
-    """Turn a verb that takes groups of options into one that takes every option by itself, as typer needs it.
+    """Turn a verb that takes groups of options into one that takes every option separately, as typer needs it.
 
     A parameter whose type is a dataclass takes all fields, and ``Annotated[Group, "seed", ...]`` only those named.
     Verbs that load a model also get ``--verbose``.
@@ -110,7 +110,7 @@ def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _name_value(annotation: Any) -> None:
-    """Give an option without a placeholder for its value the one of its type."""
+    """Give an option without a placeholder for its value the placeholder of its type."""
     types, options = get_args(annotation)[:1], get_args(annotation)[1:]
     for option in options:
         if isinstance(option, OptionInfo) and option.metavar is None:

@@ -114,7 +114,7 @@ class UnsupportedOption:
     """A key of another system that foredraft does not support.
 
     Args:
-      reason: why it is not supported, and what to use instead.
+      reason: why the option is not supported, and the remedy.
       harmless: values that request the behaviour that foredraft has anyway. Harmless values are accepted and have no
         effect.
     """

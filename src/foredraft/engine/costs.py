@@ -122,7 +122,7 @@ def forward_curve(
 def filled_cache(model: CausalLM, context: int, room: int, num_rows: int = 1) -> tuple[KVCache, int]:
     """Return a cache in which every row has ``context`` tokens, and this number.
 
-    It is reduced if the model's context is too short.
+    The context length is reduced if it exceeds the model's.
 
     Args:
       room: number of tokens that must fit after them.
@@ -171,7 +171,7 @@ class StepCosts:
         return len(self.curves) >= num_curves * (1 if self.is_steady else FEW)
 
     def add(self, curve: CostCurve, is_steady: bool) -> None:
-        """Add one measurement. Measurements of a quiet machine replace those of a busy one."""
+        """Add one measurement. Measurements of an idle machine replace those of a busy one."""
         if is_steady == self.is_steady:
             self.curves += (curve,)
         elif is_steady:
@@ -273,8 +273,8 @@ def forget_curve(facts: Mapping[str, Any]) -> None:
 def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bool]:
     """Time forward passes of several sizes, each paired with a single-node pass, and one after a long context.
 
-    The result uses the medians of the ratios within these pairs. Both passes of a pair run at the same speed of the
-    machine, whatever that is.
+    The result uses the medians of the ratios within these pairs. Both passes of a pair are timed close together, so
+    they run at the same speed of the machine.
 
     Args:
       seconds: approximate time limit; every pair is timed at least once after a warm-up.

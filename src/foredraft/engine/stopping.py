@@ -66,8 +66,8 @@ class Detokenizer:
         """Text of the tokens since the last complete character. Replacement characters at its end may still change.
 
         A decoder that joins single bytes (byte fallback) decodes a run of bytes as a whole. If the run ends with an
-        incomplete character, it replaces the complete ones before it, too. The tokens since then are therefore decoded
-        alone.
+        incomplete character, it replaces the complete ones before it, too. The tokens after the last complete character
+        are therefore decoded separately.
         """
         if not self._rest:
             return ""
@@ -81,7 +81,7 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why a row ended: vLLM's reason ("stop", "length", "abort", "error") and what caused it."""
+    """Reason for the end of a row: vLLM's reason ("stop", "length", "abort", "error") and its cause."""
 
     reason: str
     cause: int | str | None = None
@@ -142,7 +142,8 @@ class StopChecker:
 
 
 def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str] | None:
-    """Return the index at which to cut a text and the stop string, as if it had arrived character by character.
+    """Return the index at which to cut a text, and the stop string. The result is the same as if the text had arrived
+    character by character.
 
     The match that ends first wins; among matches that end together, the longest. The first ``known`` characters contain
     no match, so only matches that end after them count.

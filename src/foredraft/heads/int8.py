@@ -162,7 +162,7 @@ class Int8Head:
           branches: number of children per node.
           beam: number of nodes per level that get children.
           most: largest number of nodes of the draft, root included.
-          power: exponent of the probabilities, which are then normalised.
+          power: exponent of the probabilities. The results are normalised.
           least_mass: least total probability of the nodes to expand next; see `Growth`.
           least: lowest score of a node that is expanded.
           sampler: sampler of the target's tokens; None if the target is greedy.

@@ -66,7 +66,7 @@ def speculate(
     Args:
       method: name of a drafting method, a mapping or a `SpeculativeConfig`. The default, "auto", chooses by measured
         time between plain decoding, `suffix` and the drafters that are included with the model.
-      streamer: streamer that receives the prompt and every token and is ended; ``generate(streamer=...)`` works, too.
+      streamer: streamer that receives the prompt and every token, and is ended. ``generate(streamer=...)`` works, too.
       tokenizer: tokenizer of the target, for stop strings and to check that a draft model has the same tokenizer.
       stop_strings: strings that end a row at the token that completes one. ``generate`` cannot pass its own to a
         callable.
@@ -79,9 +79,10 @@ def speculate(
 
     Raises: ConfigError for an unknown key or execution, a value out of range, or stop strings without a tokenizer.
 
-    Exactness: without sampling, the sequences of plain ``generate``; with sampling, its distribution. Under the default
-      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``,
-      ``kv_cache_dtype`` or ``activations``, this guarantee is relative to the rounded model.
+    Exactness: without sampling, the sequences equal those of plain ``generate``. With sampling, the sequences have the
+      same distribution. Under the default ``rejection_sample_method="match"`` every method gives the tokens of
+      ``speculate("none")``. With ``quantization``, ``kv_cache_dtype`` or ``activations``, the guarantee refers to the
+      rounded model.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
     check_kind(execution)
@@ -116,7 +117,7 @@ class Speculation:
 
     Attributes:
       config: method and keys of drafting.
-      stats: counters over all calls so far.
+      stats: counters over all calls.
       governor: latest decision of the governor with its reasons, and the estimated speed-up of the latest call, as in
         `foredraft.RequestMetrics`. None before the first call, and if there is no governor.
     """
@@ -162,7 +163,7 @@ class Speculation:
         The preparation takes seconds and happens once per model and ``execution``. Later calls only check for changes.
 
         Args:
-          model: model whose ``generate`` will be called.
+          model: model whose ``generate`` will be called later.
 
         Returns: this object, so that ``custom_generate=speculate("ngram").prepare(model)`` works.
         Raises: the errors of a call, for a model or a drafter that cannot be used.
@@ -279,7 +280,7 @@ class Speculation:
 
     @contextmanager
     def _preparing(self, model: PreTrainedModel, *, ends_line: bool = False) -> Iterator[None]:
-        """Context of preparations. If they take long, a line says so in the first call for a model."""
+        """Context of preparations. If the preparations take long, a line reports them in the first call for a model."""
         if model in self._ready:
             yield
             return

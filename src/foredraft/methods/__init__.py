@@ -119,7 +119,7 @@ def methods() -> Mapping[str, Method]:
 
 
 def _add(found: dict[str, Method], method: Method) -> None:
-    """Add a method to those found so far.
+    """Add a method to the methods that have been found.
 
     Raises: ConfigError if the object is not a method, or if another method has one of its names.
     """

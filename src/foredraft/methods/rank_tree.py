@@ -166,8 +166,8 @@ class RankTree:
         along it.
 
         Source: Medusa (Cai et al. 2024, arXiv:2401.10774), sparse trees. Deviation: a heap replaces the repeated
-        searches. A sibling always comes after the better one, whatever its value, so trees stay left-packed. Among
-        nodes of equal value the shallower one comes first, then the one with the smaller ranks.
+          searches. A sibling always comes after the better one, whatever its value, so trees stay left-packed. Of two
+          nodes of equal value, the shallower node comes first, then the node with the smaller ranks.
 
         Args:
           accuracies: ``[d][r]``, the probability that the candidate of rank r at depth d + 1 is right, given that its

@@ -59,8 +59,8 @@ def _nobody() -> None:
 class CausalLM:
     """Runs nodes through an unmodified model over a `KVCache`.
 
-    The adapter never changes the user's modules. It runs a *shadow*: private modules and configs that share the tensors
-    of the user's model. ``forward``, ``forward_with`` and ``chains`` run the model.
+    The adapter never changes the user's modules. The adapter runs a *shadow*: private modules and configs that share
+    the tensors of the user's model. ``forward``, ``forward_with`` and ``chains`` run the model.
 
     Args:
       model: any `transformers` causal LM whose state can be rolled back.
@@ -207,9 +207,10 @@ class CausalLM:
         """Update the adapter after its owner has changed the model: weights, modules, hooks, configs or module
         attributes.
 
-        Switching a LoRA adapter is such a change. An update makes a new shadow and reads all weights once. Weights with
-        new values are packed again, and a structure that has not been probed is probed. Without any change a call takes
-        a few milliseconds. Call it once per request, between steps. Writes through ``.data`` alone are not detected.
+        Switching a LoRA adapter is an example of such a change. An update makes a new shadow and reads all weights
+        once. Weights with new values are packed again, and a structure that has not been probed is probed. Without any
+        change a call takes a few milliseconds. Call it once per request, between steps. Writes through ``.data`` alone
+        are not detected.
 
         Returns: True if anything had changed; `num_changes` counts the changes. Existing keys and values, and variants
           of this adapter, then still belong to the old model.
@@ -341,14 +342,14 @@ class CausalLM:
         *,
         first_row: int = 0,
     ) -> list[list[int]] | None:
-        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely token in turn.
+        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely next token.
 
         Args:
           chains: at least one token per row. These tokens, and all new ones except the last, are written after the
             committed columns.
           depths: number of new tokens per row.
-          num_columns, names: number of logit columns to consider, and the int64 (V,) token id of every column; None if
-            the column numbers are the token ids.
+          num_columns, names: number of logit columns to consider, and the int64 (V,) token id of every column. None
+            means that the column numbers are the token ids.
         Returns: the new tokens of every row, fewer where logits are not finite; None if no recorded program can run
           this call.
         Raises: ShapeError for an empty chain.
@@ -419,7 +420,7 @@ class CausalLM:
           wanted: features to return; if empty, this call equals `forward`.
           nodes, cache, keep, options: arguments of `forward`.
         Raises: UnsupportedModelError for a model whose decoder layers cannot be told apart.
-        Exactness: the logits are those of `forward`.
+        Exactness: the logits equal those of `forward`.
         """
         if not wanted.last_hidden and not wanted.layer_inputs:
             return Output(self.forward(nodes, cache, keep=keep, **options))

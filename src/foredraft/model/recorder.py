@@ -20,7 +20,7 @@ class Recorder:
 
     The last hidden states are taken from the output of the decoder, so that prompts need no logits. If the output
     embedding reads something else (scaled states, for instance), its input is recorded instead, and forward passes with
-    this feature compute all logits; `settle` finds out which case applies.
+    this feature compute all logits. `settle` determines the case.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:

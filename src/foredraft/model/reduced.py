@@ -1,8 +1,8 @@
 """Copies of a model over the same tensors, and trial forward passes.
 
 A *shadow* is a private copy of the modules; the user's modules are never changed. A *reduced* shadow runs only a few
-layers in single precision, to test how a model uses masks, positions and caches. That is a property of the model's
-code, not of its depth, vocabulary or dtype, and the reduced model runs the same code over the same tensors.
+layers in single precision, to test how a model uses masks, positions and caches. Correct use is a property of the
+model's code, not of its depth, vocabulary or dtype. The reduced model runs the same code over the same tensors.
 """
 
 from __future__ import annotations

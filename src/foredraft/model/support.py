@@ -170,7 +170,8 @@ def shares_keys(config: Any) -> bool:
 
 
 def compute_all_nodes(shadow: nn.Module) -> None:
-    """Make layers that share keys run over all nodes. Gemma 4 runs them only over the nodes whose logits are needed.
+    """Make layers that share keys run over all nodes. Gemma 4 runs its last layers only over the nodes whose logits are
+    needed.
 
     The context manager selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are
     needed for all nodes.
@@ -201,11 +202,11 @@ def check_autocast(device: torch.device) -> None:
 
 
 def exact_context_length(config: Any) -> int | None:
-    """Return the length up to which a sequence's logits do not depend on what else runs; None if the config has no
+    """Return the length up to which a sequence's logits do not depend on the other rows; None if the config has no
     limit.
 
     Longrope changes all frequencies once any position of a forward pass exceeds the original context. A draft across
-    that limit would change tokens before it, so a sequence whose prompt is within the limit ends there.
+    that limit would change tokens before it. A sequence whose prompt is within the limit therefore ends there.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
     border = longrope_border(config)

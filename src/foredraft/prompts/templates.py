@@ -49,7 +49,7 @@ NOT_VARIABLES = frozenset({
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may contain reasoning."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marker after a message that is to be continued. It shows where the message ends in the rendered text."""
+"""Marker after a message that is to be continued. The marker shows where the message ends in the rendered text."""
 
 
 class TemplateFailure(Exception):
@@ -278,8 +278,8 @@ def _up_to_tag(text: str, final: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to plain types that can be marshalled, as transformers shows values to templates. The result has
-    no methods of its own."""
+    """Convert a value to plain types that can be marshalled, as transformers shows values to templates. The plain form
+    has no methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

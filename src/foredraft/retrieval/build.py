@@ -165,7 +165,7 @@ def append(
 
 
 def _drop(folder: Path) -> None:
-    """Delete what a build wrote, and nothing else."""
+    """Delete the files of a build, and nothing else."""
     with writing(folder):
         for pattern in ("shard-*.tokens*", "shard-*.index*", STATE + "*", MANIFEST + "*"):
             for path in folder.glob(pattern):

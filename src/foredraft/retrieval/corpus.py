@@ -53,7 +53,7 @@ class TextPiece(NamedTuple):
     Args:
       text: text of the piece; empty only if the piece marks the end of a document.
       ends_document: True for the last piece of a document.
-      bytes_read: bytes of the file read so far, compressed ones for a compressed file.
+      bytes_read: number of bytes read from the file, compressed bytes for a compressed file.
     """
 
     text: str

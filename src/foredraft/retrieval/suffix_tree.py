@@ -11,7 +11,7 @@ WIDTH = 4
 
 
 class Node:
-    """A node of the tree. Its string is that of its parent followed by its label.
+    """A node of the tree. The string of a node is that of its parent followed by its label.
 
     Args:
       label: bytes of at least one token.

@@ -1,8 +1,8 @@
 """The best tokens of rows of scores: by score, or by score plus keyed noise. All rows share one set of parameters.
 
 On the CPU, noise is computed only for tokens that may be chosen, for all rows at once. On other devices it is computed
-for the whole vocabulary. Both choose the same token. Bad rows (NaN, +inf, or no possible token) get -1 and -inf, and
-never affect other rows.
+for the whole vocabulary. Both ways choose the same token. Bad rows (NaN, +inf, or no possible token) get -1 and -inf,
+and never affect other rows.
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ def perturbed_best(
     Args:
       scores: (M, V) of any float dtype, before the temperature.
       keys: M keys of the match stream.
-      columns: int64 (V,), token ids of the columns, which select their noise; by default the column numbers.
+      columns: int64 (V,), token ids of the columns. They select the noise of the columns. The default is the column
+        numbers.
     """
     scores = for_double(scores)
     if scores.device.type != "cpu" or not warper.has_shortcut:

@@ -166,7 +166,7 @@ def choose_siblings(
 
 
 def failure(logits: Tensor, sampler: Sampler) -> Exception:
-    """Return the error for a row (V,) of logits whose choice was -1: from the model, or from a processor."""
+    """Return the error for a row (V,) of logits whose choice was -1. The fault is in the model or in a processor."""
     if bool(torch.isnan(logits).any()):
         return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
     if not bool((logits > -torch.inf).any()):

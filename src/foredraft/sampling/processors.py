@@ -1,8 +1,8 @@
 """The logits processors of one row and their history: they turn raw logits into scores, before any temperature.
 
 Order and meaning follow transformers 5.23 ``generate`` in float32: logit bias, repetition penalty, presence and
-frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors, and
-finally the masks of allowed tokens and of a grammar. Every node sees its own path as prefix: the row's incremental
+frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors. The
+masks of allowed tokens and of a grammar come last. Every node sees its own path as prefix: the row's incremental
 history, followed by the tokens of the path.
 """
 
@@ -40,7 +40,7 @@ class Sampler:
       eos_token_ids: tokens that end a row. EOS tokens are impossible before ``min_tokens``, and never count as bad
         words.
       prompt_ids: the prompt, which counts for penalties on repetition.
-      history_ids: the prompt that n-grams, bad words and custom processors see, with its padding; by default
+      history_ids: the prompt that n-grams, bad words and custom processors read, with its padding; by default
         ``prompt_ids``.
       device: device of the logits.
       matching: state of the grammar that the output must match, if there is one.

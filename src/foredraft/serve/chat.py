@@ -41,7 +41,7 @@ KNOWN = SHARED | {
 }
 CHAT_REFUSED = {**REFUSED, "modalities": UnsupportedOption("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
-"""Field and value that request text output, which is the only output there is."""
+"""Field and value that request text output. The server has no other output."""
 TEMPLATE_FIELDS: dict[str, Callable[[Fields, str], Any]] = {
     "reasoning_effort": Fields.text,
     "documents": Fields.objects,

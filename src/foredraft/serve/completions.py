@@ -79,7 +79,7 @@ class CompletionForm(ChoicesForm):
     """Response format of ``/v1/completions``.
 
     Args:
-      echo: whether every completion begins with its prompt, and its log-probabilities with those of the prompt.
+      echo: whether every completion begins with its prompt, and its log-probabilities begin with those of the prompt.
       of_prompt: number of top log-probabilities per prompt token in the field ``prompt_logprobs``; None to leave the
         field out.
     """

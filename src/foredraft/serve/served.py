@@ -113,7 +113,8 @@ class Served:
         return None if each is None or limit is None else each * limit
 
     def choose(self, model: str, speculative: Any) -> tuple[LLM, int | None]:
-        """Return the `LLM` for a request and its limit on draft tokens; the limit is None for that of the `LLM`.
+        """Return the `LLM` for a request and its limit on draft tokens. If the limit is None, that of the `LLM` is
+        used.
 
         Args:
           model: served name; empty for the default.

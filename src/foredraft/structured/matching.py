@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Compiled:
-    """A compiled grammar. Its matchers share an automaton, and every mask may add states to it.
+    """A compiled grammar. The matchers of a grammar share an automaton, and every mask may add states to it.
 
     When the automaton reaches its limit of states (``is_full``), none of its matchers works any more, whichever row
     added the states.
@@ -40,7 +40,7 @@ class Compiled:
 
 
 MOST_GUESSES = 4
-"""Maximum number of choices in one draft whose outcome is guessed."""
+"""Maximum number of choices in one draft with a guessed outcome."""
 NUM_BEFORE = 2
 """Number of tokens before a choice that, together with the allowed tokens, identify it."""
 FULL = "too many states"
@@ -152,7 +152,7 @@ class Matching:
         return bits
 
     def legal(self, tree: DraftTree) -> DraftTree:
-        """Return a draft without the nodes that do not match, and without the descendants of EOS."""
+        """Return a draft without the nodes that do not match and without the descendants of EOS."""
         if len(tree) == 1 or self.fault is not None:
             return tree
         kept, open_nodes = [0], [0]

@@ -151,9 +151,9 @@ class DraftModelRecipe(Recipe):
     """Training of a draft model by forward KL and total variation from the target's distribution, at every answer
     token.
 
-    Forward KL is computed as cross entropy against the target's distribution, which differs from it by the entropy of
-    that distribution. Source: forward KL on the target's own outputs and total variation, DistillSpec (Zhou et al.
-    2023, arXiv:2310.08461). The chance that a drafted token is accepted by rejection sampling is 1 - total variation
+    Forward KL is computed as cross entropy against the target's distribution. The two differ by the entropy of that
+    distribution. Source: forward KL on the target's own outputs and total variation, DistillSpec (Zhou et al. 2023,
+    arXiv:2310.08461). The chance that a drafted token is accepted by rejection sampling is 1 - total variation
     (Leviathan et al. 2022, arXiv:2211.17192).
 
     Args:

@@ -41,8 +41,8 @@ class SmallPlan:
     """Layers and embeddings of a draft model.
 
     Args:
-      from_layers: layers of the target whose weights the draft model's layers start from, in this order; if empty, the
-        draft model's layers start with random weights.
+      from_layers: layers of the target, in this order; the draft model's layers start with their weights. If empty,
+        they start with random weights.
       hidden_size: hidden size of random layers; 0 for the target's.
       own_embeddings: True to train an embedding for the draft model, which is its output layer as well. If False, the
         target's embeddings are used unchanged and saved with the draft model's layers.
@@ -78,7 +78,7 @@ class Plan:
 
     Args:
       method: method of the drafter; one of `METHODS`.
-      out: folder for all results. A run that was begun there is continued.
+      out: folder for all results. If the folder contains an unfinished run, that run is continued.
       prompts: file or folder of prompts; None to use only prompts that the target invents.
       own_prompts: number of prompts that the target invents.
       epochs: number of passes over the examples; a fraction uses a part of them.

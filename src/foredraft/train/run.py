@@ -243,7 +243,7 @@ class Training:
         return online if folder is None else FeatureCache(online, folder, self._recipe.layers)
 
     def _measure(self, num_tokens: int) -> dict[str, Any]:
-        """Measure tau of the current drafter, and save it in the folder if it is the best one so far."""
+        """Measure tau of the current drafter. Save the drafter in the folder if it is better than all before."""
         scratch = self.plan.out / "newest"
         self._recipe.save(scratch, {})
         depth = min(5, self.plan.num_heads) if self.plan.method in ("medusa", "hydra", "hydra++") else 5

@@ -223,7 +223,7 @@ def decoded(
 def alone(target: CausalLM, drafter: Drafter, texts: Sequence[RecordedText], curve: CostCurve) -> tuple[float, float]:
     """Return the seconds of a step for drafting, and for everything but drafting and verifying, of one row at a time.
 
-    Both costs are scaled by the ratio of the curve's verification time to the measured one, so that a busy machine does
+    Both costs are scaled by the ratio of the curve's verification time to the measured one. A busy machine then does
     not make drafting look more expensive relative to the curve.
     """
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=1))

@@ -51,7 +51,7 @@ class Hits:
         """Table ``[d][r]``: share of positions at which the candidate of rank r of head d was right, up to
         `MAX_SIBLINGS`.
 
-        Every mean is over the positions that have such a token, which are fewer for later heads.
+        Every mean is over the positions that have such a token. Later heads have fewer such positions.
         """
         table = []
         for depth in range(self.num_heads):
@@ -95,7 +95,7 @@ def measured_hits(
       params: sampling parameters. Candidates are ranked as for a row with these parameters.
       interrupted: event that is set if Ctrl-C ended the decoding early; without one, KeyboardInterrupt is raised.
 
-    Exactness: the output is that of the target. Randomness: that of ``params``.
+    Exactness: the output equals that of the target. Randomness: that of ``params``.
     Raises: ConfigError if the outputs are too short.
     """
     rows = decoded_rows(target, drafter, prompts, params, interrupted=interrupted)
@@ -114,11 +114,11 @@ def watched_hits(
     depth: int,
     interrupted: Event | None = None,
 ) -> Hits:
-    """Return the same ranks for drafters whose candidates depend on their own drafts (EAGLE), from the trees they
+    """Return the same ranks for drafters whose candidates depend on their own drafts (EAGLE), from the trees that they
     propose.
 
-    Every tree contains all candidates of the nodes on its best path. So the accuracy of a candidate is counted only
-    where the best candidates before it were right. A level that was never reached counts as never right.
+    Every tree contains all candidates of the nodes on its best path. The accuracy of a candidate is therefore counted
+    only where the best candidates before it were right. A level that was never reached counts as never right.
 
     Args:
       drafter: a drafter with a `Growth`.

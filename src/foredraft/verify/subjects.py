@@ -268,11 +268,11 @@ LONGEST_PAUSE_SECONDS = 30.0
 class ServerSubject(Subject):
     """A server with an OpenAI-compatible API.
 
-    If the server returns token ids, the ids are compared; otherwise the text is. vLLM and foredraft return them for
-    ``return_token_ids``, llama.cpp in its own way. If the server refuses to draw several samples at once, they are
-    requested one by one. If it is busy (429 or 503), the request is repeated. foredraft's server reports its prefill
-    chunk size, and whether its acceptance rule keeps the tokens of plain decoding; if it does, sampled tokens are
-    compared as well.
+    If the server returns token ids, the ids are compared; otherwise the text is. vLLM and foredraft return ids for
+    ``return_token_ids``, and llama.cpp has another way. If the server refuses to draw several samples at once, they are
+    requested one by one. If the server is busy (429 or 503), the request is repeated. foredraft's server reports its
+    prefill chunk size, and whether its acceptance rule keeps the tokens of plain decoding. If the rule does, sampled
+    tokens are compared as well.
 
     Args:
       url: ``http://host:port``, with or without ``/v1``.

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foredraft")
 
 FORMAT = 3
-"""Version of the written files; increased when they change, so that versions of foredraft do not share conversions."""
+"""Version of the written files. It is increased when the files change, so that versions of foredraft do not share
+conversions."""
 RECORD = "conversion.json"
 WEIGHTS = "model.safetensors"
 SECONDS = 20  # approximate duration of a conversion

@@ -74,7 +74,7 @@ def speculative_generate(
         past.
       logits_processor: processor that converts the logits of both models to probabilities and samples from them.
       max_gen_len: largest number of tokens to generate; the target's context may end the output earlier.
-      eos_tokens_id: id or ids that end the output, [] or -1 for none; the EOS token is part of the output.
+      eos_tokens_id: id or ids that end the output; [] or -1 for none. The EOS token is part of the output.
       pad_token_id: ignored, because nothing is padded.
       use_cache: True to keep keys and values from step to step; False to read the whole text every time.
       skip_sample_adjustment: True to draw from the target's distribution after a rejection instead of the residual.
@@ -85,8 +85,8 @@ def speculative_generate(
     Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 if nothing was drafted).
     Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError, TokenizerMismatchError; NumericsError
       and ShapeError for invalid output of a model or the processor.
-    Exactness: lossless: the output has the distribution of `autoregressive_generate` with the same processor, and
-      equals it if the processor is greedy. With ``skip_sample_adjustment`` it is lossy.
+    Exactness: lossless. The output has the distribution of `autoregressive_generate` with the same processor. With a
+      greedy processor the output is the same, too. With ``skip_sample_adjustment`` the function is lossy.
     Randomness: torch's global generator, through the processor's ``sample`` for drafts and final tokens, and
       ``torch.rand`` for the acceptance tests.
     """

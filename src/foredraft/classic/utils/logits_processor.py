@@ -118,7 +118,7 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """A sample of the smallest set of most likely tokens whose probability exceeds ``top_p``.
+    """Processor that samples from the smallest set of most likely tokens whose probability exceeds ``top_p``.
 
     Source: Holtzman et al. 2019, arXiv:1904.09751. The set is determined before the temperature is applied.
 

@@ -43,8 +43,8 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
     """Drafter of a chain of guesses; each step replaces a guess by the target's choice after the guesses before it.
 
     Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427; Song et al. 2021, arXiv:2002.03629). Deviations:
-    the block slides, so that it never waits for its last tokens; a guess is replaced by the choice of the row's noise
-    at that position, not by the argmax, so that the guesses converge to sampled text, too.
+      the block slides, so that it never waits for its last tokens. A guess is replaced by the choice of the row's noise
+      at that position, not by the argmax, so that the guesses converge to sampled text, too.
 
     Args:
       options: keys of the method.

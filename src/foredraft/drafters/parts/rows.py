@@ -91,8 +91,8 @@ class FedNodes:
         return logits
 
     def listed(self, values: torch.Tensor, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Return the values of rows (B, F, ...) as a list of nodes (M, ...), draft by draft, without a copy if nothing
-        is padded.
+        """Return the values of rows (B, F, ...) as a list of nodes (M, ...), draft by draft. Nothing is copied if
+        nothing is padded.
         """
         width, counts = values.shape[1], [len(draft.frontier) for draft in drafts]
         flat = values.flatten(0, 1)
