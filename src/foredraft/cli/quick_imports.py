@@ -12,6 +12,7 @@ that imports something else still works, and takes longer.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -20,6 +21,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from foredraft.machine import collector_paused
 
 ABSENT = ("is_torch_distributed_available", "is_torch_flex_attn_available", "is_scipy_available")
 """Functions by which transformers asks whether a package or a part of torch is installed; they return False."""
@@ -31,19 +34,24 @@ LOADERS = "transformers.utils.import_utils"
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import modules of transformers quickly inside the block. Without effect if they are imported already."""
+    """Import modules of transformers quickly inside the block. Without effect if they are imported already.
+
+    The collector of cyclic garbage is paused, and ignores afterwards what modules hold: there is no garbage in it.
+    """
     if "transformers" in sys.modules:
         yield
         return
-    import torch  # noqa: F401 - in full, and before the finder
+    with collector_paused():
+        import torch  # noqa: F401 - in full, and before the finder
 
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        finder.end()
-        sys.meta_path.remove(finder)
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            finder.end()
+            sys.meta_path.remove(finder)
+        gc.freeze()
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
