@@ -100,6 +100,8 @@ class Probe:
       num_tokens: sum of rows times width over these forward passes.
       seconds: duration, without packing.
       extra_bytes: largest of these layers in that dtype, which is held beside the model for the duration of a call.
+      is_kept: True if this result was found at an earlier start and read from the cache folder; see
+        `foredraft.model.verdicts`.
     """
 
     checks: tuple[Check, ...]
@@ -111,6 +113,7 @@ class Probe:
     num_tokens: int
     seconds: float
     extra_bytes: int
+    is_kept: bool = False
 
     @property
     def supports_trees(self) -> bool:

@@ -65,8 +65,7 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Resolve "auto" and check that the device can run the execution.
 
-    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` also compiles the
-      model if it is large enough and a C++ compiler is found.
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `chosen_for` also looks at the model.
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     """
     check_kind(kind)
@@ -107,6 +106,24 @@ def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
         available / 1e9,
     )
     return False
+
+
+def chosen_for(
+    shadow_model: PreTrainedModel, kind: str, *, release_originals: bool = False, earlier: Execution | None = None
+) -> str:
+    """Return the execution of a model: its kind, or for "auto" the best one that fits; see `apply_execution`.
+
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    device = shadow_model.get_input_embeddings().weight.device
+    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
+    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
+    if kind != "auto" or chosen != "packed":
+        return chosen
+    if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
+        return "eager"
+    linear_layers = chain(packable(shadow_model), layers_in_floats(shadow_model))
+    return "compiled" if worth_compiling(linear_layers) else "packed"
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -188,6 +205,8 @@ class Execution:
         windows: Mapping[str, int | None],
         forward: Callable[[int], torch.Tensor],
         context_length: int | None,
+        *,
+        is_checked: bool = False,
     ) -> None:
         """Record the program that runs forward passes over few nodes without modules, if the model allows it.
 
@@ -196,17 +215,20 @@ class Execution:
           windows: number of positions that a node sees, by attention type, including its own; None for all.
           forward: function that runs a number of nodes through the modules.
           context_length: number of positions of the model; None for no limit.
+          is_checked: True if the same program of the same model was compared with the modules before, so that nothing
+            needs to be computed.
         """
         if self.kernels is None or not self.uses_grouped_attention:
             self.why_no_program = "it does not run in the library's own kernels"
             return
         try:
-            recording = Recording(layers, forward)
+            recording = Recording(layers, forward, of_values=not is_checked)
             programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
             ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
             dtype = compute_dtype(self.model)
             program = NativeProgram(self.model, programs, ends, windows, self.kernels, dtype, context_length)
-            program.check(recording)
+            if not is_checked:
+                program.check(recording)
         except Exception as error:  # raised by the model's code or by torch
             self._say_why(error)
             return
@@ -409,6 +431,7 @@ def apply_execution(
     cache_dir: Path | str | None = None,
     progress: Callable[[str], None] | None = None,
     earlier: Execution | None = None,
+    chosen: str | None = None,
 ) -> Execution:
     """Make a shadow run in the chosen execution.
 
@@ -422,18 +445,14 @@ def apply_execution(
       cache_dir: folder for compiled kernels of "compiled"; inductor/ in the cache folder by default.
       progress: function that receives one line before long work of "compiled".
       earlier: execution of another shadow of the same model; its packed weights are reused where they are unchanged.
+      chosen: result of `chosen_for` with the same arguments, if it is known.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     Exactness: equals eager execution within the rounding of the dtype.
     """
     device = shadow_model.get_input_embeddings().weight.device
-    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
-    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
-    if kind == "auto" and chosen == "packed":
-        if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
-            chosen = "eager"
-        elif worth_compiling(chain(packable(shadow_model), layers_in_floats(shadow_model))):
-            chosen = "compiled"
+    if chosen is None:
+        chosen = chosen_for(shadow_model, kind, release_originals=release_originals, earlier=earlier)
     execution = Execution(shadow_model, chosen)
     execution._products += packed_products(shadow_model)
     if execution.kind == "eager":
