@@ -175,7 +175,7 @@ class Options:
                 check(name, value)
 
     def given(self) -> dict[str, Any]:
-        """Return every option that has a value. `read` makes the same options from this mapping."""
+        """Return every option that has a value. The options can be made again from this mapping with `read`."""
         return {name: value for name in self.keys() if (value := getattr(self, name)) is not None}
 
     @classmethod

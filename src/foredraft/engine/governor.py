@@ -101,7 +101,7 @@ class _Pace:
       share: recent share of steps that verified a draft.
       length: recent mean of drafted nodes per row in such steps, without the pending one.
       num_steps: number of steps.
-      credit: time, in plain steps, that may be lost by trying this mode again.
+      credit: time, counted in plain steps, that may still be lost by trying this mode again.
     """
 
     tokens: float = 0.0
@@ -200,7 +200,7 @@ class _Way:
       widths: number of kept nodes per row, by depth, for drafts that branch.
       coverage: share of the acceptance probability that the kept nodes have, by depth.
       value: expected gain, in tokens per row, of the best parts of drafts with scores.
-      credit: time, in plain steps, that may be spent on drafts that are not expected to be worth it.
+      credit: time, counted in plain steps, that may still be spent on drafts that are not expected to be worth it.
       governing: recent time of deciding on a draft, in seconds.
     """
 

@@ -102,8 +102,8 @@ class ProbePlan:
 
     @classmethod
     def whole(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
-        """Return a plan with partly rejected chains, a single token, trees of which one branch is kept, and the step
-        after it.
+        """Return a plan of steps: chains that are partly rejected, a single token, trees of which one branch is kept,
+        and one more step.
 
         Args:
           faults: faults to make in the trees, each in an additional row that otherwise equals the first.

@@ -24,7 +24,7 @@ class FedNodes:
     rolled back. These columns stay in place until something else is fed, so that accepted nodes may be committed.
 
     Args:
-      cache: cache in which the whole of every row is committed.
+      cache: cache in which all tokens of every row are committed.
       drafts: growing drafts, in the order of their slots. Rows between them are padded.
     """
 
