@@ -54,8 +54,8 @@ by more).
 """
 
 APART = 0.1
-"""Fraction of a batch's remaining steps. A row that is ahead of the slowest row by this many steps is 1/e times as
-likely to end last.
+"""Lead over the slowest row, as a fraction of a batch's remaining steps. A row that is ahead of the slowest row by this
+many steps is 1/e times as likely to end last.
 """
 
 USUAL_TRIALS = 8.0
@@ -483,7 +483,7 @@ class Governor:
     def _probed(self, drafts: Sequence[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
         """Return the drafts to verify if none seems worth it: usually none, sometimes one, to measure its cost.
 
-        The curve is trusted only until some drafts were verified. A wrong curve must not prevent drafting for good.
+        The curve is trusted only until some drafts were verified. A wrong curve must not prevent drafting forever.
         """
         num_rows, costs = len(drafts), self.costs
         if costs.knows_drafts(num_rows):

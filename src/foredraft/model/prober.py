@@ -342,7 +342,7 @@ class Prober:
         """Compare the results of a plan with plain forward passes, and do the same with a fault in every row.
 
         Args:
-          control: row of the fault that determines the bound.
+          control: row of the deliberate fault that determines the bound.
           must_show: names of the faults, by row, that must change the result.
         """
         lm, reference = self._lm, self._reference

@@ -103,8 +103,8 @@ class GuessWindow:
 
     Args:
       size: number of columns, W.
-      num_levels: number of levels of a full window, N - 1. The window starts with the first level, N - 2 columns
-        wider, and each of its first steps trades one column for one level.
+      num_levels: number of levels of a full window, N - 1. The window starts with the first level, N - 2 columns wider
+        than a full window. Each of its first steps removes one column and adds one level.
       initial: function that makes tokens for the first level, and for cells without another guess.
       ends: tokens that end a row. Such tokens are never used as guesses, because nothing can follow them.
     """

@@ -112,7 +112,7 @@ def chains_by_slot(drafts: Sequence[GrowingDraft], texts: Sequence[list[int]]) -
 
 
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Clamp tokens in place to the drafter's vocabulary, so that its last token replaces unknown ones."""
+    """Clamp tokens in place to the drafter's vocabulary: unknown tokens become its last token."""
     return tokens.clamp_(max=model.num_embeddings - 1)
 
 
