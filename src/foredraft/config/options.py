@@ -22,7 +22,7 @@ class Kind:
     Args:
       text: description for users, such as ``whole number, 1 or more``.
       read: function that returns the normal form of a value, given the names of the config and the key and the value.
-        Raises: ConfigError, which names both.
+        Raises: ConfigError, which names the config and the key.
       check: function that refuses values that do not work on this machine, given the key's name and a value in normal
         form. Raises: ConfigError.
     """

@@ -166,7 +166,7 @@ class StepCosts:
     def is_settled(self, num_curves: int) -> bool:
         """Return whether ``num_curves`` curves need no further measurement.
 
-        On a busy machine `FEW` times as many are required.
+        On a busy machine, `FEW` times as many measurements are required.
         """
         return len(self.curves) >= num_curves * (1 if self.is_steady else FEW)
 

@@ -175,7 +175,8 @@ class _Batch:
         self._account -= lost
 
     def count(self, lost: float) -> None:
-        """Count a step that took ``lost`` plain steps longer than plain decoding of its tokens."""
+        """Count a step. ``lost`` is the time, in plain steps, by which it took longer than plain decoding of its
+        tokens."""
         self._left -= 1
         if len(self.paces) > 1 and not self.is_resting:
             for way, pace in enumerate(self.paces):

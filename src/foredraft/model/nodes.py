@@ -18,7 +18,7 @@ from foredraft.native.attention import DecodeAttention, PrefillAttention
 from foredraft.tree import DraftTree
 
 BLOCK = 256
-"""Number of nodes of a long chain that run attention together."""
+"""Number of nodes of a long chain for which attention is computed together."""
 
 
 _is_chain, _tokens = attrgetter("is_chain"), attrgetter("tokens")

@@ -135,8 +135,8 @@ class Prober:
 
     Args:
       lm: adapter whose weights are not packed yet.
-      is_packed: True if its weights will be packed. Attention then does not copy the keys of grouped heads, as on
-        accelerators.
+      is_packed: True if the adapter's weights will be packed. Attention then does not copy the keys of grouped heads,
+        as on accelerators.
       seed: seed of the test tokens.
     """
 

@@ -47,7 +47,7 @@ def hide_parents(nodes: Nodes, row: int) -> Nodes:
 
 
 def show_siblings(nodes: Nodes, row: int) -> Nodes:
-    """Show every earlier node to a node, related or not."""
+    """Let a node attend to every earlier node, related or not."""
     return _with_ancestors(nodes, row, lambda seen, parent: torch.ones_like(seen).tril())
 
 

@@ -89,8 +89,8 @@ class LookaheadDrafter(ContextDrafter):
 class GuessWindow:
     """Levels of guesses for future positions; each level contains the target's choices after the level above it.
 
-    Column j of level l guesses the token l + j places after the pending token, which is itself column 0 of level 0. A
-    cell of level 0 follows the cells to its left. Every other cell follows the cell above it:
+    Column j of level l contains a guess for the token l + j places after the pending token. The pending token itself is
+    column 0 of level 0. A cell of level 0 follows the cells to its left. Every other cell follows the cell above it:
 
         level 0   pending - a1 - a2 - a3
                   |         |    |    |

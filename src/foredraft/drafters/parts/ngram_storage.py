@@ -67,7 +67,8 @@ class NGramStorage:
         Args:
           tokens: all tokens of the row.
           ranked: ``ranked[i]`` are the target's top tokens, best first, at the position of ``tokens[first + i]``; the
-            list may be shorter than the tokens. The emitted token itself is counted once, as emitted.
+            list may be shorter than the tokens. The emitted token itself is counted once, with the weight of an emitted
+            token.
           first: index of the first token to count.
         """
         for place in range(max(first, 1), len(tokens)):
