@@ -100,7 +100,8 @@ def other_products(model: nn.Module) -> str:
 
 @torch.inference_mode()
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module scales inputs of its weight's shape, (heads, size), and returns the same shape."""
+    """Return whether a module scales inputs that have the shape of its weight, (heads, size), and returns the same
+    shape."""
     weights = list(module.parameters())
     if len(weights) != 1:
         return False

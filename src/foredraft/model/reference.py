@@ -48,7 +48,7 @@ def hide_parents(nodes: Nodes, row: int) -> Nodes:
 
 
 def show_siblings(nodes: Nodes, row: int) -> Nodes:
-    """Show every earlier node to a node, related or not."""
+    """Let a node attend to every earlier node, related or not."""
     return _with_ancestors(nodes, row, lambda seen, parent: torch.ones_like(seen).tril())
 
 
@@ -103,8 +103,8 @@ class ProbePlan:
 
     @classmethod
     def whole(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
-        """Return a plan with partly rejected chains, a single token, trees of which one branch is kept, and the step
-        after it.
+        """Return a plan of steps: chains that are partly rejected, a single token, trees of which one branch is kept,
+        and one more step.
 
         Args:
           faults: faults to make in the trees, each in an additional row that otherwise equals the first.
