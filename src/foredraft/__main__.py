@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it without a traceback, even during the import."""
+    """Run the command line. Ctrl-C ends the command line without a traceback, even during the import."""
     try:
         from foredraft.cli import main as run
 

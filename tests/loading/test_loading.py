@@ -483,7 +483,7 @@ def test_loaded_models_without_tokenizers_are_compared_by_size() -> None:
     target, drafter = toy_model(64), toy_model(64, seed=1)
     llm = LLM(target, {"model": drafter})
     assert llm.generate([[1, 2]], GREEDY)[0].finished
-    with pytest.raises(TokenizerMismatchError, match="64 token ids and the drafter LlamaForCausalLM 80"):
+    with pytest.raises(TokenizerMismatchError, match="64 token ids and its drafter, the llama model, has 80"):
         LLM(target, {"model": toy_model(80)})
 
 

@@ -1,8 +1,8 @@
 """The decoding loop of every classic function: propose, verify, accept, emit, observe.
 
-Cache, acceptance rule, stopping, prompt checks and length policies are those of the engine. The loop is not, because
-the described interface cannot run in the engine. A user's processor is called once per accepted token and draws from
-torch's global generator, while the engine's noise is keyed, so `torch.manual_seed` would have no effect.
+Cache, acceptance rule, stopping, prompt checks and length policies are the same as in the engine. The loop is not,
+because the described interface cannot run in the engine. A user's processor is called once per accepted token and draws
+from torch's global generator. The engine's noise is keyed, so `torch.manual_seed` would have no effect there.
 ``use_cache=False`` reads the whole text every time, any module may be the model, and the first forward pass reads the
 whole prompt.
 """
@@ -132,7 +132,7 @@ class Draft:
 
     Args:
       tokens: proposed tokens.
-      probs: distribution (V,) from which each token was drawn; empty if a storage proposed them.
+      probs: distributions (V,) from which the tokens were drawn; empty if a storage proposed the tokens.
       is_sample: True if the tokens are samples of these distributions, so that the rejection rule may use them.
       normalised_entropy: see `Step`.
     """

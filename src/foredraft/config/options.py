@@ -106,15 +106,15 @@ def option(kind: Kind, default: Any = None, help: str = "") -> Any:
     """Define a field of `Options`.
 
     Args:
-      kind: type and range of its values.
-      default: default value. None means that the field stays unset; ``help`` then says what happens.
+      kind: type and range of the option's values.
+      default: default value. None leaves the field unset; ``help`` then describes the effect.
       help: one line for users.
     """
     return dataclasses.field(default=default, metadata={"kind": kind, "help": help})
 
 
 def read_fields(owner: str, config: Any) -> dict[str, Any]:
-    """Return the options of a config in normal form, without those that are None by default and still None.
+    """Return the options of a config in normal form. Options that are None by default and unchanged are left out.
 
     Raises: ConfigError for a value outside its kind.
     """

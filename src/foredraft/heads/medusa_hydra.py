@@ -36,8 +36,8 @@ class HeadsShape:
         published checkpoints.
       has_bias: True if Medusa's blocks have a bias.
       prefix: sizes of the layer that attends to earlier tokens (Hydra++); None without one.
-      offset: hidden state that Hydra heads read, as a number of layers before the last; 0 for the last one, after the
-        final norm.
+      offset: hidden state that Hydra heads read, counted in layers before the last; 0 for the last hidden state, after
+        the final norm.
     """
 
     hidden_size: int

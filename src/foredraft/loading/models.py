@@ -29,16 +29,16 @@ from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import Header, part_names, read_header
 from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.checkpoint_errors import as_checkpoint_error, check_shards
-from foredraft.loading.info import Loaded, model_name
+from foredraft.loading.info import Loaded
 from foredraft.loading.layouts import LAYOUTS, method_of, settings_of
 from foredraft.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foredraft.loading.stored import load_codes
 from foredraft.machine import collector_paused
 from foredraft.model.building import without_weights
-from foredraft.model.dtypes import choose_dtype, stored_dtype
+from foredraft.model.dtypes import check_dtype, choose_dtype, stored_dtype
 from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights, quantize_weights
 from foredraft.model.lm import CausalLM
-from foredraft.model.support import check_unwrapped
+from foredraft.model.support import check_unwrapped, model_name
 from foredraft.native.library import KINDS, library
 from foredraft.native.threads import keep_to_quota
 from foredraft.progress import no_progress_bars
@@ -87,8 +87,9 @@ def load_model(
         model = check_unwrapped(model)
         _check_kept(model, dtype, device, gguf_file, weights)
         return Loaded.of(model, model_name(model), False, quantization=quantization)
-    source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    check_dtype(dtype)
     place = choose_device(device)
+    source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     front = _header(source) if source.is_gguf else _config(source)
     if weights is None and quantization is None and isinstance(front, Header):
         weights = STORED if _can_run_stored(front, dtype, place) else None
@@ -130,7 +131,9 @@ def load_model(
     return found
 
 
-def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
+def adapter_of(
+    loaded: Loaded, execution: str, kv_cache_dtype: str = "auto", activations: str | None = None
+) -> CausalLM:
     """Return the adapter of a loaded model."""
     return CausalLM(
         loaded.model,
@@ -138,6 +141,7 @@ def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> 
         release_originals=loaded.is_owned,
         quantization=loaded.quantization,
         kv_cache_dtype=kv_cache_dtype,
+        activations=activations,
     )
 
 

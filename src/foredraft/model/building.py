@@ -20,16 +20,16 @@ def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
 def build(
     kind: type, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[Any, list[str], list[str]]:
-    """Build a model from its tensors, which it keeps.
+    """Build a model from its tensors. The model uses the tensors without a copy.
 
     Args:
       kind: class of the model.
-      config: its configuration, without quantisation settings.
-      state: tensors of this dtype by name; of tied weights one is enough.
+      config: configuration of the model, without quantisation settings.
+      state: tensors of this dtype by name. Of tied weights, one is enough.
       dtype: dtype of the model.
 
-    Returns: the model in evaluation mode; the names of its weights that are not in ``state``, which have random values;
-      and the names in ``state`` that it does not have.
+    Returns: the model in evaluation mode; the names of its weights that are missing in ``state``, which have random
+      values; and the names in ``state`` that the model does not have.
     """
     with no_progress_bars():
         model, report = kind.from_pretrained(  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from foredraft.model.dtypes import kv_dtype
 from foredraft.model.execution.attention import NotPassedOnError
 from foredraft.model.execution.compiled_layers import detach
 from foredraft.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
-from foredraft.model.execution.rounding import quantize_weights
+from foredraft.model.execution.rounding import quantize_weights, round_activations
 from foredraft.model.independence import check_rows_independent, unchanged_attributes
 from foredraft.model.layouts import lay_out
 from foredraft.model.masks import SLIDING, Masks
@@ -40,6 +40,7 @@ from foredraft.model.support import (
     fit_vocabulary,
     layer_types,
     longrope_border,
+    model_name,
     shares_keys,
 )
 
@@ -58,8 +59,8 @@ def _nobody() -> None:
 class CausalLM:
     """Runs nodes through an unmodified model over a `KVCache`.
 
-    The adapter never changes the user's modules. It runs a *shadow*: private modules and configs that share the tensors
-    of the user's model. ``forward``, ``forward_with`` and ``chains`` run the model.
+    The adapter never changes the user's modules. The adapter runs a *shadow*: private modules and configs that share
+    the tensors of the user's model. ``forward``, ``forward_with`` and ``chains`` run the model.
 
     Args:
       model: any `transformers` causal LM whose state can be rolled back.
@@ -70,6 +71,7 @@ class CausalLM:
       earlier: execution of another adapter of the same model, whose packed weights are reused; see `apply_execution`.
       quantization: "int8" or "int4": run the model with its linear layers rounded to 8 or 4 bits. None for no rounding.
       kv_cache_dtype: "auto", "bfloat16" or "int8": dtype to which keys and values are rounded when they are written.
+      activations: "int8": round the inputs of integer weights to 8 bits. None: to 16 bits.
 
     Attributes:
       vocab_size: V, the number of tokens that have a logit.
@@ -81,6 +83,7 @@ class CausalLM:
         other models.
       shares_keys: True if some layers attend to the keys and values of an earlier layer.
       quantization, kv_dtype: rounding of the linear layers, and of keys and values; None for no rounding.
+      activations: "int8" if the inputs of integer weights are rounded to 8 bits, else None.
 
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
@@ -97,18 +100,19 @@ class CausalLM:
         earlier: Execution | None = None,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        activations: str | None = None,
     ) -> None:
         model = check_supported(model)
         asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-        self._asked: dict[str, Any] = asked
-        self.quantization = quantization
+        self._asked: dict[str, Any] = {**asked, "activations": activations}
+        self.quantization, self.activations = quantization, activations
         # released weights cannot be read again, and no other code uses the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
         self._probes: dict[Any, Probe] = {}  # by structure of the model
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
-        self.name = type(model).__name__
+        self.name = model_name(model)
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
         self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]
@@ -127,6 +131,7 @@ class CausalLM:
         self.shares_keys = shares_keys(self.config)
         self.long_context = self._fix_ropes()
         quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=earlier)
+        round_activations(self._shadow, activations)
         self._recorder = Recorder(self._shadow, self.num_layers)
         self.rounds_inputs = ""
         if probe:
@@ -202,9 +207,10 @@ class CausalLM:
         """Update the adapter after its owner has changed the model: weights, modules, hooks, configs or module
         attributes.
 
-        Switching a LoRA adapter is such a change. An update makes a new shadow and reads all weights once. Weights with
-        new values are packed again, and a structure that has not been probed is probed. Without any change a call takes
-        a few milliseconds. Call it once per request, between steps. Writes through ``.data`` alone are not detected.
+        Switching a LoRA adapter is an example of such a change. An update makes a new shadow and reads all weights
+        once. Weights with new values are packed again, and a structure that has not been probed is probed. Without any
+        change a call takes a few milliseconds. Call it once per request, between steps. Writes through ``.data`` alone
+        are not detected.
 
         Returns: True if anything had changed; `num_changes` counts the changes. Existing keys and values, and variants
           of this adapter, then still belong to the old model.
@@ -245,7 +251,7 @@ class CausalLM:
 
         Args:
           name: short description of the difference, for messages.
-          edit: function that changes modules of the new shadow in place. It may run the new adapter.
+          edit: function that changes modules of the new shadow in place. The function may run the new adapter.
 
         Exactness: neither this adapter nor the user's model is changed.
         """
@@ -336,14 +342,14 @@ class CausalLM:
         *,
         first_row: int = 0,
     ) -> list[list[int]] | None:
-        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely token in turn.
+        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely next token.
 
         Args:
           chains: at least one token per row. These tokens, and all new ones except the last, are written after the
             committed columns.
           depths: number of new tokens per row.
-          num_columns, names: number of logit columns to consider, and the int64 (V,) token id of every column; None if
-            the column numbers are the token ids.
+          num_columns, names: number of logit columns to consider, and the int64 (V,) token id of every column. None
+            means that the column numbers are the token ids.
         Returns: the new tokens of every row, fewer where logits are not finite; None if no recorded program can run
           this call.
         Raises: ShapeError for an empty chain.
@@ -414,7 +420,7 @@ class CausalLM:
           wanted: features to return; if empty, this call equals `forward`.
           nodes, cache, keep, options: arguments of `forward`.
         Raises: UnsupportedModelError for a model whose decoder layers cannot be told apart.
-        Exactness: the logits are those of `forward`.
+        Exactness: the logits equal those of `forward`.
         """
         if not wanted.last_hidden and not wanted.layer_inputs:
             return Output(self.forward(nodes, cache, keep=keep, **options))

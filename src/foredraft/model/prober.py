@@ -94,7 +94,7 @@ class Probe:
         "execution" of the whole model in its final execution.
       layers: decoder layers of the reduced model.
       dtype: dtype of the reduced model.
-      window: width of its sliding windows, small enough for a short sequence to fill them; None without any.
+      window: width of the model's sliding windows, small enough for a short sequence to fill them; None without any.
       invisible: faults that have no effect in this model, such as wrong positions in a model without positions.
       num_forwards: number of forward passes of all kinds.
       num_tokens: sum of rows times width over these forward passes.

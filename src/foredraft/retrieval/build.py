@@ -165,7 +165,7 @@ def append(
 
 
 def _drop(folder: Path) -> None:
-    """Delete what a build wrote, and nothing else."""
+    """Delete the files of a build, and nothing else."""
     with writing(folder):
         for pattern in ("shard-*.tokens*", "shard-*.index*", STATE + "*", MANIFEST + "*"):
             for path in folder.glob(pattern):
@@ -340,7 +340,7 @@ def from_tokens(
     num_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> DatastoreManifest:
-    """Write a datastore of documents that are token ids already. It belongs to no tokenizer.
+    """Write a datastore of documents that are token ids already. Such a datastore belongs to no tokenizer.
 
     Args:
       documents: documents, read one at a time, so that they need not fit into memory.

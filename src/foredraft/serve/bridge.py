@@ -96,7 +96,7 @@ class Bridge:
 
     @property
     def seconds_in_step(self) -> float:
-        """Duration of the current step so far, in seconds; 0 between steps."""
+        """Duration of the current step, in seconds; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else perf_counter() - began
 

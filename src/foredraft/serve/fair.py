@@ -29,9 +29,9 @@ class FairQueue:
     """Queue that grants turns to requests, first to the client that has received the least service.
 
     Service is counted in tokens, and output tokens count twice. The counter of a client that becomes active is raised
-    to the lowest counter of the waiting clients, or to that of the last granted client, so that no client accumulates
-    credit while idle. Source: virtual token counter, Sheng, Cao, Li, Zhu, Li, Zhuo, Gonzalez, Stoica 2024, arXiv
-    2401.00588, algorithm 2. Requests of the same client keep their order.
+    to the lowest counter of the waiting clients, or to the counter of the client that was last served. No client
+    therefore accumulates credit while idle. Source: virtual token counter, Sheng, Cao, Li, Zhu, Li, Zhuo, Gonzalez,
+    Stoica 2024, arXiv 2401.00588, algorithm 2. Requests of the same client keep their order.
 
     The number of requests that were granted a turn but have not begun is limited to ``num_rows`` or half the number of
     running requests, whichever is larger. Beyond this queue, requests wait in the order in which they were granted.

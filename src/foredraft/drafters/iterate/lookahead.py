@@ -98,15 +98,15 @@ class GuessWindow:
                   |         |    |    |
         level 2   c0        c1   c2   c3
 
-    So the window is a tree whose depths are places. A column from top to bottom, continued by the target's choice
-    after the last level, is an n-gram: a1 is the key, and b1, c1 and the new token are its continuation.
+    The window is a tree whose depths are positions. A column from top to bottom, followed by the target's choice after
+    the last level, is an n-gram: a1 is the key, and b1, c1 and the new token are its continuation.
 
     Args:
       size: number of columns, W.
       num_levels: number of levels of a full window, N - 1. The window starts with the first level, N - 2 columns
         wider, and each of its first steps trades one column for one level.
       initial: function that makes tokens for the first level, and for cells without another guess.
-      ends: tokens that end a row; they are never guessed, because nothing can follow them.
+      ends: tokens that end a row. Such tokens are never used as guesses, because nothing can follow them.
     """
 
     def __init__(self, size: int, num_levels: int, initial: Callable[[], int], ends: frozenset[int]) -> None:

@@ -1,4 +1,4 @@
-"""Drafting with a smaller causal language model, in chains or trees, batched, with a cache of its own."""
+"""Drafting with a smaller causal language model in chains or trees, for several rows at once and with its own cache."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class DraftModelDrafter(Drafter):
       target_vocab_size: vocabulary size of the target.
       num_speculative_tokens: K, the depth of the draft if no policy is given.
       policy: length policy.
-      view: selected columns of the drafter's cache. With a view, the drafter attends only to these columns when it
-        drafts and when it reads accepted tokens, so that the cost of a step does not grow with the context. Prompts
-        are read with attention to all columns. Keys of later tokens are those computed over the view.
+      view: selected columns of the drafter's cache. With a view, the drafter attends only to these columns, both when
+        it drafts and when it reads accepted tokens. The cost of a step then does not grow with the context. Prompts are
+        read with attention to all columns. Keys of later tokens are those computed over the view.
       name: name of the method.
       growth: further arguments of `Growth`.
 

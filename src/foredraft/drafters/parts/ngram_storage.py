@@ -61,7 +61,8 @@ class NGramStorage:
         self.epoch = object()
 
     def extend(self, tokens: Sequence[int], ranked: Sequence[Sequence[int]], first: int) -> None:
-        """Count ``tokens[first:]``, each in its contexts, together with the target's top tokens at the same positions.
+        """Count ``tokens[first:]``, each in all its contexts, together with the target's top tokens at the same
+        positions.
 
         Args:
           tokens: all tokens of the row.

@@ -21,7 +21,7 @@ class FedNodes:
     """Feeder of growing drafts to a model, level by level, behind the committed columns of their rows.
 
     Node i of a draft is ``draft.column_of[i]`` columns behind the row. When the drafts are finished, these columns are
-    rolled back. They stay in place until something else is fed, so that accepted nodes may be committed.
+    rolled back. These columns stay in place until something else is fed, so that accepted nodes may be committed.
 
     Args:
       cache: cache in which the whole of every row is committed.
@@ -91,8 +91,8 @@ class FedNodes:
         return logits
 
     def listed(self, values: torch.Tensor, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Return the values of rows (B, F, ...) as a list of nodes (M, ...), draft by draft, without a copy if nothing
-        is padded.
+        """Return the values of rows (B, F, ...) as a list of nodes (M, ...), draft by draft. Nothing is copied if
+        nothing is padded.
         """
         width, counts = values.shape[1], [len(draft.frontier) for draft in drafts]
         flat = values.flatten(0, 1)

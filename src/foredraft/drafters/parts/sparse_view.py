@@ -30,9 +30,9 @@ class SparseView(RowState):
 
     Args:
       budget: number of selected columns.
-      selector: "streaming" keeps the first and the last columns. "snapkv" keeps the first ones, the last ``window``
-        ones, and for every layer and head the columns in between with the most attention from the last ``window``
-        tokens, which costs a forward pass over these tokens.
+      selector: "streaming" keeps the first and the last columns. "snapkv" keeps the first columns and the last
+        ``window`` ones. Between them it keeps, for every layer and head, the columns with the most attention from the
+        last ``window`` tokens, which costs a forward pass over these tokens.
       sinks: number of first columns that are always kept.
       window: number of last columns that are always kept.
       refresh: number of new tokens after which columns are reselected.
@@ -82,7 +82,7 @@ class SparseView(RowState):
         return self.cache
 
     def own_cache(self, column_bytes: Callable[[], int]) -> DraftCache:
-        """Return the cache of the view, whose rows do not grow with their text."""
+        """Return the cache of the view. The rows of the view do not grow with the text."""
         return DraftCache(self.cache, column_bytes, self.cache.capacity)
 
     def follow(self, drafts: Sequence[GrowingDraft]) -> None:

@@ -122,7 +122,7 @@ class Recording:
             raise NotTraceableError(f"its attention has the argument {', '.join(computed)}, computed in every forward")
         self.attention[number] = module, used
         args, kwargs = self.of_layers[number]
-        cache = value_at(args, kwargs, (_place_of(args, kwargs, KVCache), None))
+        cache = value_at(args, kwargs, (_place_of_cache(args, kwargs), None))
         address = key.data_ptr()
         owners = [
             index
@@ -134,18 +134,18 @@ class Recording:
         self.cache_index[number] = owners[0]
 
 
-def _place_of(args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> Any:
-    """Return the index or name of the argument of this type."""
+def _place_of_cache(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the index or name of the argument that is the cache."""
     for key, value in (*enumerate(args), *kwargs.items()):
-        if isinstance(value, kind):
+        if isinstance(value, KVCache):
             return key
-    raise NotTraceableError(f"a layer gets no {kind.__name__} argument")
+    raise NotTraceableError("a layer does not get the cache as an argument")
 
 
 def call_of(first: tuple[Any, dict[str, Any]], second: tuple[Any, dict[str, Any]]) -> LayerCall:
     """Return the common form of two calls over different numbers of nodes."""
     args, kwargs = first
-    cache = _place_of(args, kwargs, KVCache)
+    cache = _place_of_cache(args, kwargs)
     if kwargs.get("flat_nodes") is None:
         raise NotTraceableError("a layer does not get the argument flat_nodes")
     mask, inputs, dims = None, [], []

@@ -40,7 +40,7 @@ from foredraft.model.execution.sharing import groups, make_ready, read_rows, tie
 from foredraft.model.execution.tracing import layer_program
 from foredraft.model.independence import other_products, quantised_layers
 from foredraft.model.nodes import FlatNodes, Logits, NodeLogits, logits_to_keep
-from foredraft.model.support import cache_argument
+from foredraft.model.support import cache_argument, model_name
 from foredraft.native.library import KINDS, Library, library
 from foredraft.native.packed_matmul import PackedMatrix
 
@@ -92,7 +92,7 @@ def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
     logger.warning(
         "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, where drafts are several "
         "times slower; pass execution='packed' to pack them anyway.",
-        type(model).__name__,
+        model_name(model),
         needed / 1e9,
         available / 1e9,
     )
@@ -285,14 +285,14 @@ class Execution:
             return needs
         if not self.uses_grouped_attention:
             return "it has its own attention code"
-        if name := next((type(layer).__name__ for _, layer in quantised_layers(self.model)), ""):
-            return f"its {name} layers are quantised"
-        if name := other_products(self.model):
-            return f"{name} multiplies by its own matrices"
+        if path := next((path for path, _ in quantised_layers(self.model)), ""):
+            return f"its layers are quantised ({path}, for example)"
+        if path := other_products(self.model):
+            return f"{path} multiplies by its own matrices"
         for layer in linears(self.model):
             packed = replacement(layer)
             if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, PackedMatrix):
-                return f"its {type(layer).__name__} in {compute_dtype(self.model)} runs in other kernels"
+                return f"a linear layer in {compute_dtype(self.model)} runs in other kernels"
         return ""
 
     @property

@@ -446,7 +446,9 @@ class Lowering:
             return found
         if isinstance(value, (int, float)):
             return View(self._constant_base, 0, (), (), None, float(value))
-        raise NotTraceableError(f"the model computes with {type(value).__name__}")
+        raise NotTraceableError(
+            f"the model computes with an argument that is neither a tensor nor a number: {value!r:.80}"
+        )
 
     def _apply(self, code: str, node: fx.Node | None, *operands: View) -> View:
         """Lower an elementwise operator."""

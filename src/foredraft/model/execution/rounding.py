@@ -37,6 +37,7 @@ from foredraft.model.execution.sharing import (
     tied_embedding,
 )
 from foredraft.model.independence import has_plain_weight
+from foredraft.model.support import model_name
 from foredraft.native.codes import Kind, StoredCodes, Unrounded
 from foredraft.native.packed_matmul import CodesMatrix
 
@@ -49,6 +50,8 @@ ROUNDINGS: dict[str, Rounding] = {
 }
 """Roundings by name. Every one of them rounds output embeddings to 8 bits."""
 
+ACTIVATIONS = {"int8": 1}
+"""Bytes that activations of integer weights are rounded to, by value of ``activations``. Without the option, 2."""
 STORED, DEQUANTIZED = "stored", "dequantized"
 """Values of ``weights``: multiply by the integer weights in the model's file, or convert them to the dtype."""
 
@@ -82,6 +85,42 @@ def check_quantization(name: str | None) -> None:
         )
 
 
+def check_activations(name: str | None) -> None:
+    """Check the ``activations`` option.
+
+    Raises: ConfigError for an unknown value.
+    """
+    if name is not None and name not in ACTIVATIONS:
+        raise ConfigError(
+            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer weights "
+            "to 16 bits"
+        )
+
+
+def round_activations(model: PreTrainedModel, name: str | None) -> None:
+    """Round the inputs of all layers with integer weights to fewer bits than 16.
+
+    Args:
+      model: a model whose layers multiply by integer weights, see `quantize_weights` and `take_codes`.
+      name: a key of `ACTIVATIONS`; None changes nothing.
+
+    Raises: ConfigError for an unknown name, or if no layer multiplies by integer weights.
+    """
+    check_activations(name)
+    if name is None:
+        return
+    forwards = map(replacement, model.modules())
+    matrices = [each.product.matrix for each in forwards if isinstance(each, PackedLinear)]
+    codes = [matrix for matrix in matrices if isinstance(matrix, CodesMatrix)]
+    if not codes:
+        raise ConfigError(
+            f"activations is {name!r}, but no layer of {model_name(model)} multiplies by integer weights; use it on an "
+            "x86 CPU with a GGUF file or with quantization='int8' or 'int4', or leave it out"
+        )
+    for matrix in codes:
+        matrix.round_activations(ACTIVATIONS[name])
+
+
 @torch.inference_mode()
 def quantize_weights(
     model: PreTrainedModel,
@@ -113,7 +152,7 @@ def quantize_weights(
     layers = list(roundable(model))
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
         raise ConfigError(
-            f"quantization is {name!r}, but {type(model).__name__} has no linear layer with floating-point weights to "
+            f"quantization is {name!r}, but {model_name(model)} has no linear layer with floating-point weights to "
             "round; leave the option out"
         )
     known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
@@ -271,7 +310,7 @@ def quantizable(model: PreTrainedModel, group_size: int, *, with_head: bool = Fa
     layers = [layer for layer in _linears(model) if layer is not head and _num_inputs(layer) % group_size == 0]
     if not layers:
         raise ConfigError(
-            f"no linear layer of {type(model).__name__} has a number of inputs divisible by {group_size}; try a "
+            f"no linear layer of {model_name(model)} has a number of inputs divisible by {group_size}; try a "
             "smaller quantization_group_size, or another method"
         )
     return layers

@@ -83,8 +83,8 @@ class Text:
 
 
 class Journal:
-    """Delivered output of a request. It replaces `foredraft.engine.frontend.Stream`, with the parts that responses
-    need.
+    """Delivered output of a request. The journal replaces `foredraft.engine.frontend.Stream`, with the parts that
+    responses need.
 
     Args:
       params: sampling parameters of each prompt, with a seed.
@@ -192,7 +192,7 @@ class FailoverState:
         self._last = perf_counter()
 
     def avoid(self, silent: Iterable[str]) -> None:
-        """Add replicas to those that the router avoids."""
+        """Add replicas that the router must avoid."""
         self.replica = ""
         if not self.work.avoided.issuperset(silent):
             self.work = replace(self.work, avoided=self.work.avoided.union(silent))
