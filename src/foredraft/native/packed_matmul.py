@@ -125,9 +125,7 @@ class PackedMatrix:
         outputs, inputs = self._size
         x = self._checked(x)
         out = x.new_empty((*x.shape[:-1], outputs))
-        self._kernels.product(
-            self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads()
-        )
+        self._kernels.product(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
         return out
 
     def grouped(self, x: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -231,7 +229,7 @@ class NativeMatrix(PackedMatrix):
 
 
 class CodesMatrix(PackedMatrix):
-    """A weight in integer codes, multiplied by activations rounded to 16 or 8 bits with one scale per 64 inputs or fewer.
+    """A weight in integer codes. Activations are rounded to 16 or 8 bits, with one scale per 64 inputs or fewer.
 
     Args:
       given: codes, or parts that are concatenated along the outputs. Parts are rounded or read piece by piece, so that
@@ -239,8 +237,8 @@ class CodesMatrix(PackedMatrix):
       bias: (out,), or None.
       kernels: compiled functions.
       activation_bytes: 2, or 1, which halves the arithmetic of many rows on most CPUs.
-      ignores_infinite: multiply infinite activations, and others of their span, as 0; for drafts. By default, the result
-        is NaN.
+      ignores_infinite: multiply infinite activations, and others of their span, as 0; for drafts. By default, the
+        result is NaN.
       dtype: float32 or bfloat16, dtype of inputs and results.
       seen: callback after each packed piece.
 
@@ -306,8 +304,9 @@ class CodesMatrix(PackedMatrix):
             form.group,
             activation_bytes,
             dtype,
-            *halves,
-            ignores_infinite,
+            scale_halves=halves[0],
+            zero_halves=halves[1],
+            ignores_infinite=ignores_infinite,
         )
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):

@@ -36,7 +36,8 @@ class Runner:
 
 
 def _run(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return _runners[number].run(x)
+    result: torch.Tensor = _runners[number].run(x)
+    return result
 
 
 def _product_shape(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:

@@ -95,8 +95,8 @@ def check_activations(name: str | None) -> None:
     """
     if name is not None and name not in ACTIVATIONS:
         raise ConfigError(
-            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer weights "
-            "to 16 bits"
+            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer "
+            "weights to 16 bits"
         )
 
 
@@ -135,8 +135,8 @@ def quantize_weights(
 ) -> list[PackedProduct]:
     """Round the linear layers and experts of a model, and make them multiply by the rounded weights.
 
-    Norms, biases and routers stay as they are. So do input embeddings, except for one tied to the output embedding, whose rows
-    are then those of the rounded weight.
+    Norms, biases and routers stay as they are. So do input embeddings, except for one tied to the output embedding,
+    whose rows are then those of the rounded weight.
 
     Args:
       model: a shadow, or a model that no other code uses; its layers are changed in place.
@@ -202,7 +202,9 @@ def take_codes(
       dtype: dtype to which everything else is converted, and of the layers' inputs and outputs.
     """
     given = of_experts or {}
-    stacks = {each: stacks_of(each, {name: len(parts) for name, parts in named.items()}) for each, named in given.items()}
+    stacks = {
+        each: stacks_of(each, {name: len(parts) for name, parts in named.items()}) for each, named in given.items()
+    }
     codes: dict[nn.Module, StoredCodes] = {**stored}
     for each, named in given.items():
         for name, parts in named.items():
@@ -226,8 +228,8 @@ def take_codes(
     if embedding in stored:
         made.append(PackedProduct([embedding], None, stored.__getitem__, dtype, leaving))
         replace_forward(embedding, PackedRows(PackedLinear(made[-1])))
-    for each, named in stacks.items():
-        replace_forward(each, packed_experts(each, named, packed))
+    for each, of_each in stacks.items():
+        replace_forward(each, packed_experts(each, of_each, packed))
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()
