@@ -415,7 +415,7 @@ def apply_execution(
     Args:
       shadow_model: a result of `shadow`, or a model that no other code uses; its layers are changed in place.
       kind: "eager", "packed", "compiled" or "auto". With the library's own kernels and enough memory, "auto" compiles
-        a large model if a C++ compiler is found, and packs the model otherwise. Without them it runs eagerly.
+        a large model without experts if a C++ compiler is found, and packs the model otherwise. Without them it runs eagerly.
       release_originals: free each weight once it is packed, in every model that shares it. Tied weights stay, except
         for an input embedding, whose rows are then read from the packed output embedding. Only for models that the
         library loaded itself.
@@ -432,7 +432,9 @@ def apply_execution(
     if kind == "auto" and chosen == "packed":
         if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
             chosen = "eager"
-        elif worth_compiling(chain(packable(shadow_model), layers_in_floats(shadow_model))):
+        elif not any(map(is_mixture, shadow_model.modules())) and worth_compiling(
+            chain(packable(shadow_model), layers_in_floats(shadow_model))
+        ):
             chosen = "compiled"
     execution = Execution(shadow_model, chosen)
     execution._products += packed_products(shadow_model)
