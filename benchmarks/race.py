@@ -1,6 +1,7 @@
 """Compare the speed of Foredraft and other engines on the same weights and token ids, each in a process of its own.
 
-    python benchmarks/race.py --make-peers openvino llamacpp            # once: an environment for each, from wheels
+    python benchmarks/race.py --make-peers openvino llamacpp            # once: an environment for each
+    python benchmarks/race.py --model qwen2.5-1.5b-q4_k_m.gguf --draft-model qwen2.5-0.5b-q4_k_m.gguf
     python benchmarks/race.py --peers all --model zoo:smollm2 --dtype bfloat16 --out race.json
     python benchmarks/race.py --peers openvino transformers --batch-sizes 8 32 --num-prompts 48
     python benchmarks/race.py --peers llamacpp --methods 'ngram,{"method": "suffix"}' --kinds again maths
@@ -20,13 +21,15 @@ import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
+import tarfile
 import time
 import venv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +39,7 @@ from pairs import load_pair, padded, scaled
 from rich.console import Console, Group
 from rich.text import Text
 from workers.foredraft_worker import cast
-from workers.protocol import DRAFT, LOOKUP, PLAIN
+from workers.protocol import DRAFT, LOOKUP, PLAIN, STORED, cpu_seconds_of, process_ids
 
 from foredraft import zoo
 from foredraft.bench.candidates import read_candidates
@@ -49,7 +52,9 @@ from foredraft.bench.workload import BenchPrompt, load_prompts, prompts_of_kinds
 from foredraft.engine.stats import counted
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.folders import cache_folder, keep_json
-from foredraft.loading.models import is_zoo, load_tokenizer
+from foredraft.gguf.header import is_gguf, part_names
+from foredraft.loading.models import is_zoo, load_model, load_tokenizer
+from foredraft.tune.scale import sizes
 
 HERE = Path(__file__).parent
 OWN = "foredraft"
@@ -60,7 +65,7 @@ COMPARED = {"plain": (PLAIN,), "best without a second model": (PLAIN, LOOKUP), "
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap in logits at which two float32 computations may choose differently."""
 
-_SETTLING_SECONDS = 0.02  # between two requests, so that threads of the worker before have gone to sleep
+SETTLING_SECONDS = 0.02  # between two requests, so that threads of the worker before have gone to sleep
 _PATIENCE_SECONDS = 5.0  # with a worker whose input has ended
 _WORTH_TIMING = 0.5  # of the budget: answers shorter than that are left out
 _BUSY = 0.05  # share of a processor that a waiting engine may use before it is told
@@ -91,6 +96,10 @@ class Peer:
       packages: of its environment; none for an engine that this library's own environment holds.
       unwanted: packages that come along and are taken out.
       size: of the environment, for people.
+      worker: the module among the workers, without ``_worker``.
+      build: compiles what no wheel brings, in the folder of the environment, and returns the path of the program that
+        the worker is to run. Raises ConfigError.
+      reads_checkpoints: it takes part where ``--model`` is a checkpoint.
     """
 
     name: str
@@ -99,6 +108,9 @@ class Peer:
     packages: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
     size: str = ""
+    worker: str = ""
+    build: Callable[[Path], Path] | None = None
+    reads_checkpoints: bool = True
 
 
 def _list(option: str, values: Iterable[object]) -> list[str]:
@@ -115,12 +127,47 @@ def _openvino(dtype: str, options: argparse.Namespace) -> list[str]:
 
 
 def _llamacpp(dtype: str, options: argparse.Namespace) -> list[str]:
-    return [*_list("--types", GGUF[dtype]), *_quantised("llamacpp", options)]
+    types = (STORED,) if is_gguf(Path(options.model).expanduser()) else GGUF[dtype]
+    return [*_list("--types", types), *_quantised("llamacpp", options)]
 
 
 def _transformers(dtype: str, options: argparse.Namespace) -> list[str]:
     lengths = _list("--assisted-lengths", options.assisted_lengths) + _list("--lookup-lengths", options.lookup_lengths)
     return ["--dtype", dtype, *lengths]
+
+
+_LLAMA_CPP = "2026.10.11549"
+"""Of the wheel, and of its source distribution, which contains llama.cpp."""
+_CMAKE = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF")
+_WITHOUT = tuple(f"-DLLAMA_{part}=OFF" for part in ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI"))
+
+
+def build_llama_server(place: Path) -> Path:
+    """Compile llama-server for this processor, from the llama.cpp in the source distribution of xllamacpp.
+
+    Args:
+      place: an environment with cmake.
+
+    Raises: ConfigError with the end of what a step has printed.
+    """
+    python, cmake, sources = str(place / "bin" / "python"), str(place / "bin" / "cmake"), place / "sources"
+    wanted = ["--no-deps", "--no-binary", ":all:", "-d", str(sources), f"xllamacpp=={_LLAMA_CPP}"]
+    _step(place, "pip download", [python, "-m", "pip", "download", "-q", *wanted])
+    with tarfile.open(sources / f"xllamacpp-{_LLAMA_CPP}.tar.gz") as archive:
+        archive.extractall(sources, filter="data")
+    source, build = sources / f"xllamacpp-{_LLAMA_CPP}" / "thirdparty" / "llama.cpp", place / "build"
+    _step(place, "cmake", [cmake, "-S", str(source), "-B", str(build), *_CMAKE, *_WITHOUT])
+    jobs = ["-j", str(os.cpu_count() or 1)]
+    _step(place, "cmake --build", [cmake, "--build", str(build), "--target", "llama-server", *jobs])
+    return build / "bin" / "llama-server"
+
+
+def _step(place: Path, what: str, command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise ConfigError(
+            f"{place} is not finished: {what} ended with {done.returncode}: ...{done.stdout.strip()[-800:]}"
+        )
 
 
 PEERS = {
@@ -138,8 +185,26 @@ PEERS = {
             "llamacpp",
             "llama.cpp",
             _llamacpp,
-            ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors", "numpy"),
+            (f"xllamacpp=={_LLAMA_CPP}", "gguf==0.19.0", "safetensors", "numpy"),
             size="0.2 GB",
+        ),
+        Peer(
+            "llamacpp-native",
+            "llama.cpp (native)",
+            _llamacpp,
+            ("cmake", "gguf==0.19.0", "safetensors", "numpy"),
+            size="0.5 GB, compiles for ten minutes on two cores",
+            worker="llamacpp",
+            build=build_llama_server,
+        ),
+        Peer(
+            "ik-llama",
+            "ik_llama.cpp",
+            lambda dtype, options: [],
+            ("ik-llama-cpp-python==0.1.5", "numpy"),
+            size="0.1 GB",
+            worker="ik_llama",
+            reads_checkpoints=False,
         ),
         Peer("transformers", "transformers", _transformers),
     )
@@ -170,7 +235,7 @@ def default_folder() -> Path:
 def make(peer: Peer, folder: Path) -> None:
     """Make one environment. An unfinished one is completed, one of other versions brought up to date.
 
-    Raises: ConfigError with pip's complaint.
+    Raises: ConfigError with the complaint of pip or of the compiler.
     """
     place, wanted = folder / peer.name, "\n".join(peer.packages) + "\n"
     if not peer.packages:
@@ -187,13 +252,10 @@ def make(peer: Peer, folder: Path) -> None:
     steps = [("install", "--only-binary", ":all:", "-c", str(constraints), *peer.packages)]
     steps += [("uninstall", "--yes", *peer.unwanted)] if peer.unwanted else []
     for step in steps:
-        command = [str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", *step]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            raise ConfigError(
-                f"the environment of {peer.name} in {place} is not finished: pip {step[0]} ended with "
-                f"{done.returncode}: ...{done.stdout.strip()[-800:]}"
-            )
+        pip = [str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        _step(place, f"pip {step[0]}", [*pip, *step])
+    if peer.build is not None:
+        (place / "program").write_text(str(peer.build(place)))
     (place / "built").write_text(wanted)
     say(f"{peer.name}: done")
 
@@ -249,9 +311,13 @@ def launches(
         if not is_made(peer, folder):
             missing[peer.name] = f"it is not installed; {command_that_makes(peer, folder)} does that"
             continue
+        if not (exported.is_gguf or peer.reads_checkpoints):
+            missing[peer.name] = "it reads GGUF files alone"
+            continue
         python = folder / peer.name / "bin" / "python" if peer.packages else None
-        arguments = (*common, *peer.arguments(dtype, options))
-        found.append(Launch(peer.name, peer.label, python, f"{peer.name}_worker", arguments))
+        program = [] if peer.build is None else ["--binary", (folder / peer.name / "program").read_text()]
+        arguments = (*common, *peer.arguments(dtype, options), *program)
+        found.append(Launch(peer.name, peer.label, python, f"{peer.worker or peer.name}_worker", arguments))
     return found, missing
 
 
@@ -261,16 +327,19 @@ def launches(
 @dataclass(frozen=True)
 class Exported:
     """A folder with ``target`` and, where there is a second model, ``draft``: checkpoints in float32, which holds half
-    precision exactly. Engines leave there what they convert them to.
+    precision exactly. Engines leave there what they convert them to. Of a GGUF file, ``target`` has the configuration
+    and the tokenizer alone, and ``target-stored.gguf`` is a link to the file; likewise for ``draft``.
 
     Args:
       models: for tables.
       dtype: that the checkpoint is computed in where nothing else is asked for.
+      is_gguf: the models are GGUF files.
     """
 
     folder: Path
     models: str
     dtype: str
+    is_gguf: bool = False
 
     @property
     def has_draft(self) -> bool:
@@ -282,13 +351,19 @@ def export(model: str, draft_model: str | None, scale: str) -> Exported:
 
     Raises: CheckpointError, ConfigError.
     """
-    folder = cache_folder("peers", "models", _name(model, draft_model, scale))
+    parts = [model, *([] if draft_model is None else [draft_model])]
+    if any(map(_is_gguf, parts)) and not (all(map(_is_gguf, parts)) and sizes(scale) is None):
+        raise ConfigError("a GGUF file races as it is: without --scale, and with a GGUF file as --draft-model")
+    folder = cache_folder("peers", "models", folder_name(model, draft_model, scale))
     facts = folder / "facts.json"
     if not facts.exists():
         say(f"exporting {model} to {folder}")
         unfinished = folder.with_name(f"{folder.name}-unfinished-{os.getpid()}")
         try:
-            _write(model, draft_model, scale, unfinished)
+            if _is_gguf(model):
+                _link(dict(zip(("target", "draft"), parts, strict=False)), unfinished)
+            else:
+                _write(model, draft_model, scale, unfinished)
             unfinished.replace(folder)
         except OSError:
             if not facts.exists():  # else another process was faster
@@ -296,6 +371,28 @@ def export(model: str, draft_model: str | None, scale: str) -> Exported:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return Exported(folder, **json.loads(facts.read_text(encoding="utf-8")))
+
+
+def _is_gguf(model: str) -> bool:
+    return not is_zoo(model) and is_gguf(Path(model).expanduser())
+
+
+def _link(files: Mapping[str, str], out: Path) -> None:
+    labels, dtype = [], ""
+    for part, name in files.items():
+        loaded = load_model(name)
+        loaded.model.config.save_pretrained(out / part)
+        loaded.model.generation_config.save_pretrained(out / part)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(out / part)
+        path = Path(name).expanduser().resolve()
+        (out / f"{part}-{STORED}.gguf").symlink_to(path)
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        labels.append(f"{path.name} ({path.stat().st_size / 1e6:,.0f} MB, SHA-256 {digest})")
+        dtype = dtype or str(loaded.model.dtype).removeprefix("torch.")
+    facts = {"models": " + ".join(labels), "dtype": dtype, "is_gguf": True}
+    (out / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def _write(model: str, draft_model: str | None, scale: str, out: Path) -> None:
@@ -314,7 +411,7 @@ def _write(model: str, draft_model: str | None, scale: str, out: Path) -> None:
     (out / "facts.json").write_text(json.dumps(facts), encoding="utf-8")  # last: its presence says that all is there
 
 
-def _name(model: str, draft_model: str | None, scale: str) -> str:
+def folder_name(model: str, draft_model: str | None, scale: str) -> str:
     """Readable, and another one for other files under the same name."""
     parts = [model, *([] if draft_model is None else [draft_model]), scale]
     readable = re.sub(r"[^\w.-]+", "-", " ".join(Path(part).name for part in parts)).strip("-")
@@ -326,7 +423,8 @@ def _files(model: str) -> list[tuple[str, int, int]]:
     """What lies in the model's folder: names, sizes and times; nothing for a hub id."""
     folder = zoo.path(model) if is_zoo(model) else Path(model).expanduser()
     if folder.is_file():
-        return [(folder.name, folder.stat().st_size, folder.stat().st_mtime_ns)]
+        every = [folder.with_name(name) for name in part_names(folder.name)]
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in every if file.exists()]
     if not folder.is_dir():
         return []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
@@ -370,6 +468,7 @@ class Worker:
 
     Attributes:
       plain_peak_bytes: the largest resident size of the process that has decoded plainly, and nothing else yet.
+      load_seconds: from the name of the model to an engine that decodes plainly; imports of Python are not counted.
       failed: ways to decode that do not work, and why.
 
     Raises: WorkerError where the engine does not start.
@@ -384,7 +483,7 @@ class Worker:
         self._log = log
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         with log.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*launch.command(), "--threads", str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -394,7 +493,9 @@ class Worker:
                 start_new_session=True,  # Ctrl-C is for the driver, which ends the workers
             )
         try:
-            self.engine: str = self._answer()["engine"]
+            described = self._answer()
+            self.engine: str = described["engine"]
+            self.load_seconds: float = described["start_seconds"]
         except BaseException:
             self.close()
             raise
@@ -407,23 +508,23 @@ class Worker:
 
     def close(self) -> None:
         """The end of its input ends it; if that does not help, it is killed."""
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()
         try:
-            self._process.wait(timeout=_PATIENCE_SECONDS)
+            self.process.wait(timeout=_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, one answer.
 
         Raises: WorkerError.
         """
-        time.sleep(_SETTLING_SECONDS)
+        time.sleep(SETTLING_SECONDS)
         started = time.perf_counter()
-        stdin = self._process.stdin
+        stdin = self.process.stdin
         assert stdin is not None
         try:
             stdin.write(json.dumps(request) + "\n")
@@ -436,11 +537,11 @@ class Worker:
         return found
 
     def _answer(self) -> dict[str, Any]:
-        stdout = self._process.stdout
+        stdout = self.process.stdout
         assert stdout is not None
         line = stdout.readline()
         if not line:
-            code = self._process.wait()
+            code = self.process.wait()
             raise WorkerError(f"the worker of {self.launch.name} ended (exit code {code}); its log is {self._log}")
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
@@ -456,15 +557,12 @@ class Worker:
         """
         found = self.ask(verb="enter", prompts=[list(ids) for ids in prompts], max_new_tokens=max_new_tokens)
         self.plain_peak_bytes, self.failed = found["peak_bytes"], found["failed"]
+        self.load_seconds += found["load_seconds"]
         self.arms = [RemoteArm(self, facts) for facts in found["arms"]]
 
     def cpu_seconds(self) -> float:
-        """Of the process so far, whoever asked; 0 where the system does not report it (Linux does)."""
-        try:
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Of the process and those that it started, whoever asked; 0 where the system does not report it."""
+        return cpu_seconds_of(process_ids(self.process.pid))
 
 
 class RemoteArm(Arm):
@@ -503,6 +601,7 @@ class ArmRow:
       engine: as the user names it.
       counts: False for other weights than the checkpoint's, and for what learns from one request for the next.
       tuned_tokens_per_second: on the prompts on which settings were chosen, and which do not count.
+      first_token_seconds: median over the prompts, from the request to the first token.
       num_busy_threads: processor seconds per second of its runs.
       runs: per prompt, of every run: tokens decoded, seconds of decoding, seconds before.
     """
@@ -516,6 +615,7 @@ class ArmRow:
     counts: bool
     tuned_tokens_per_second: float
     tokens_per_second: float
+    first_token_seconds: float
     num_busy_threads: float
     equality: Equality = field(repr=False)
     runs: tuple[tuple[tuple[int, float, float], ...], ...]
@@ -531,6 +631,9 @@ class ArmRow:
             **facts,
             tuned_tokens_per_second=arm.facts["tuned_tokens_per_second"],
             tokens_per_second=trial.tokens_per_second(arm.name),
+            first_token_seconds=statistics.median(
+                statistics.median(run.first_seconds for run in runs) for runs in trial.runs[arm.name]
+            ),
             num_busy_threads=arm.cpu_seconds / arm.seconds if arm.seconds else 0.0,
             equality=equality,
             runs=tuple(
@@ -617,8 +720,9 @@ class RaceRound:
         yield Text(told, "dim")
         yield table(f"ratios: {title}", _VERDICT_COLUMNS, self.verdicts, is_wide=True)
         yield Text(
-            "ratio: of tokens per second, median of the prompts, and its interval by bootstrap over them; each engine "
-            "with its arm that was fastest on the prompts that do not count",
+            "ratio: of tokens per second (first token: of one by the seconds before it), median of the prompts, and "
+            "its interval by bootstrap over them; each engine with its arm that was fastest on the prompts that do not "
+            "count",
             "dim",
         )
         yield from load_lines(self.other_cpu_share)
@@ -648,6 +752,7 @@ _TEXT_COLUMNS = (
 _SPEED_COLUMNS = (
     Column("arm", _label, is_text=True),
     Column("tok/s", lambda row: figure(row.tokens_per_second, 1)),
+    Column("first token", lambda row: f"{row.first_token_seconds:.2f} s"),
     Column("threads", lambda row: f"{row.num_busy_threads:.1f}"),
     Column("settings", lambda row: f"{row.settings}; {row.numerics}" if row.settings else row.numerics, is_text=True),
 )
@@ -667,6 +772,7 @@ class RaceOutcome:
     Args:
       engines: with their versions, by name.
       plain_peak_bytes: of every engine, the largest resident size of a process that has only decoded plainly.
+      load_seconds: of every engine, from the name of the model to plain decoding, without imports of Python.
       missing: engines that take no part, and why.
       skipped: prompts whose answers are too short to be timed.
       tried: of every arm, the tokens per second of all settings on the prompts that do not count.
@@ -676,6 +782,7 @@ class RaceOutcome:
     dtype: str
     engines: Mapping[str, str]
     plain_peak_bytes: Mapping[str, int]
+    load_seconds: Mapping[str, float]
     missing: Mapping[str, str]
     prompts: tuple[str, ...]
     tuning_prompts: tuple[str, ...]
@@ -691,7 +798,7 @@ class RaceOutcome:
         """Everything but the conditions."""
         for name, engine in self.engines.items():
             memory = f"{self.plain_peak_bytes[name] / 1e6:.0f} MB at most with plain decoding alone"
-            yield Text(f"engine   {engine}: {memory}")
+            yield Text(f"engine   {engine}: {memory}, loaded in {self.load_seconds[name]:.1f} s")
         for name, reason in self.missing.items():
             yield Text(f"missing  {name}: {reason}", "yellow", no_wrap=True)
         if self.prompts:
@@ -731,14 +838,29 @@ def verdicts(trial: Trial, arms: Sequence[RemoteArm]) -> list[EngineRatio]:
             theirs = best_of(arms, peer, kinds, num_rows, they_count)
             if ours is not None and theirs is not None:
                 title = what if num_rows == 1 else f"{what}, {num_rows} rows"
-                comparison = compare(trial, ours.name, theirs.name)
-                found.append(EngineRatio(title, ours.name, theirs.name, we_count and they_count, comparison))
+                counts = we_count and they_count
+                found.append(EngineRatio(title, ours.name, theirs.name, counts, compare(trial, ours.name, theirs.name)))
+                if kinds == (PLAIN,):
+                    comparison = compare(_of_first_tokens(trial), ours.name, theirs.name)
+                    found.append(EngineRatio(f"first token, {title}", ours.name, theirs.name, counts, comparison))
     for name, num_rows in product((OWN, *peers), sizes):
         batch, alone = best_of(arms, name, (PLAIN,), num_rows, True), best_of(arms, name, (PLAIN,), 1, True)
         if num_rows > 1 and batch is not None and alone is not None:
             comparison = compare(trial, batch.name, alone.name)
             found.append(EngineRatio(f"{num_rows} rows by one", batch.name, alone.name, True, comparison))
     return found
+
+
+def _of_first_tokens(trial: Trial) -> Trial:
+    """The trial as if the first token were all that was decoded."""
+    runs = {
+        arm: [
+            [replace(run, num_first=len(run.token_ids) - 1, decode_seconds=run.first_seconds) for run in some]
+            for some in prompts
+        ]
+        for arm, prompts in trial.runs.items()
+    }
+    return replace(trial, runs=runs)
 
 
 # -- the race ----------------------------------------------------------------------------------------------------------
@@ -773,7 +895,7 @@ class Race:
         self._rounds: list[RaceRound] = []
         self._gaps: dict[tuple[object, ...], float] = {}
         self._stack = ExitStack()
-        self._workers: list[Worker] = []
+        self.workers: list[Worker] = []
         try:
             self._start(launches, exported.folder / "logs")
         except BaseException:
@@ -791,11 +913,11 @@ class Race:
                     raise
                 self._missing[launch.name] = str(error)
                 continue
-            self._workers.append(self._stack.enter_context(worker))
+            self.workers.append(self._stack.enter_context(worker))
         self._check_company()
 
     def _check_company(self) -> None:
-        if len(self._workers) < 2:
+        if len(self.workers) < 2:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._missing.items())
             raise ConfigError(f"no other engine takes part ({reasons}), so there is nothing to compare with")
 
@@ -810,7 +932,7 @@ class Race:
     def answer(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """This library's greedy answer to a prompt, to the end of the text or the budget."""
         length = self._options.max_new_tokens
-        return tuple(self._workers[0].ask(verb="answer", prompt=list(ids), max_new_tokens=length)["token_ids"])
+        return tuple(self.workers[0].ask(verb="answer", prompt=list(ids), max_new_tokens=length)["token_ids"])
 
     def _choose(self, prompts: Iterator[BenchPrompt]) -> None:
         """The first prompts whose answers are long enough count; the next ones are for tuning.
@@ -858,7 +980,7 @@ class Race:
     def _enter(self) -> None:
         """An engine that breaks off takes no further part, nor does a way to decode none of whose settings works."""
         tuning = [prompt.token_ids for prompt in self._tuning]
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             say(f"choosing settings: {worker.launch.label}")
             try:
                 worker.enter(tuning, self._options.max_new_tokens)
@@ -866,18 +988,18 @@ class Race:
                 if worker.launch.name == OWN:
                     raise
                 self._missing[worker.launch.name] = str(error)
-                self._workers.remove(worker)
+                self.workers.remove(worker)
                 continue
             self._missing |= {f"{worker.launch.label} {name}": reason for name, reason in worker.failed.items()}
         self._check_company()
 
     def _round(self, size: int, on_prompt: Callable[[RaceOutcome], None]) -> RaceRound:
-        arms = [arm for worker in self._workers for arm in worker.arms if arm.num_rows in (1, size)]
+        arms = [arm for worker in self.workers for arm in worker.arms if arm.num_rows in (1, size)]
         for arm in arms:
             arm.cpu_seconds = arm.seconds = 0.0
         items = self._counting if size == 1 else in_groups(self._counting, size)
         title = f"one row, {len(items)} prompts" if size == 1 else f"{size} rows, {len(items)} groups"
-        before = [(worker.cpu_seconds(), worker.busy_cpu_seconds, worker.busy_seconds) for worker in self._workers]
+        before = [(worker.cpu_seconds(), worker.busy_cpu_seconds, worker.busy_seconds) for worker in self.workers]
         started, options = time.perf_counter(), self._options
 
         def found_by(trial: Trial, is_complete: bool) -> RaceRound:
@@ -906,11 +1028,11 @@ class Race:
 
     def _own_cpu_seconds(self) -> float:
         """Of the driver and all workers."""
-        return time.process_time() + sum(worker.cpu_seconds() for worker in self._workers)
+        return time.process_time() + sum(worker.cpu_seconds() for worker in self.workers)
 
     def _idle_shares(self, before: Sequence[tuple[float, float, float]], wall: float) -> dict[str, float]:
         shares = {}
-        for worker, (cpu, busy_cpu, busy) in zip(self._workers, before, strict=True):
+        for worker, (cpu, busy_cpu, busy) in zip(self.workers, before, strict=True):
             idle_cpu = worker.cpu_seconds() - cpu - (worker.busy_cpu_seconds - busy_cpu)
             idle = wall - (worker.busy_seconds - busy)
             shares[worker.launch.name] = max(0.0, idle_cpu) / idle if idle > 0 else 0.0
@@ -920,7 +1042,7 @@ class Race:
 
     def _reference(self, size: int) -> str:
         """This library's plain decoding of as many rows."""
-        arms = self._workers[0].arms
+        arms = self.workers[0].arms
         return next(arm.name for arm in arms if arm.facts["kind"] == PLAIN and arm.num_rows == size)
 
     def _gap(self, ids: Sequence[int], output: Sequence[int], one: int, other: int) -> float:
@@ -928,7 +1050,7 @@ class Race:
         key = tuple(ids), tuple(output), one, other
         if key not in self._gaps:
             request = {"prompt": list(ids), "output": list(output), "one": one, "other": other}
-            self._gaps[key] = self._workers[0].ask(verb="gap", **request)["gap"]
+            self._gaps[key] = self.workers[0].ask(verb="gap", **request)["gap"]
         return self._gaps[key]
 
     def _is_wrong(self, arm: RemoteArm, found: Equality) -> bool:
@@ -939,7 +1061,7 @@ class Race:
             return True
         if self._dtype != "float32" or engine not in (OWN, "transformers"):
             return False
-        if engine == OWN and arm.facts["numerics"] != self._workers[0].arms[0].facts["numerics"]:
+        if engine == OWN and arm.facts["numerics"] != self.workers[0].arms[0].facts["numerics"]:
             return False  # it has other weights
         return not (found.is_repeatable and found.passes(MAX_FLOAT32_GAP))
 
@@ -948,13 +1070,14 @@ class Race:
         return RaceOutcome(
             models=self._exported.models,
             dtype=self._dtype,
-            engines={worker.launch.name: worker.engine for worker in self._workers},
-            plain_peak_bytes={worker.launch.name: worker.plain_peak_bytes for worker in self._workers},
+            engines={worker.launch.name: worker.engine for worker in self.workers},
+            plain_peak_bytes={worker.launch.name: worker.plain_peak_bytes for worker in self.workers},
+            load_seconds={worker.launch.name: worker.load_seconds for worker in self.workers},
             missing=dict(self._missing),
             prompts=tuple(prompt.name for prompt in self._counting),
             tuning_prompts=tuple(prompt.name for prompt in self._tuning),
             skipped=tuple(self._skipped),
-            tried={arm.name: arm.facts["tried"] for worker in self._workers for arm in worker.arms},
+            tried={arm.name: arm.facts["tried"] for worker in self.workers for arm in worker.arms},
             rounds=(*self._rounds, *([unfinished] if unfinished is not None else [])),
         )
 

@@ -31,6 +31,7 @@ from .protocol import (
     eos_token_ids,
     say,
     serve,
+    stored_file,
     usual_entries,
 )
 
@@ -195,7 +196,10 @@ class OpenVINO:
 
 
 def exported(folder: Path, part: str, weights: str) -> str:
-    """The checkpoint as OpenVINO reads it, written first where it is not there."""
+    """The checkpoint as OpenVINO reads it, written first where it is not there. It reads GGUF files itself."""
+    stored = stored_file(folder, part)
+    if stored is not None:
+        return str(stored)
     out = folder / f"{part}-openvino-{weights}"
     if not (out / "openvino_model.xml").exists():
         say(f"exporting {part} with weights {weights}")

@@ -10,17 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import process_time
+from time import perf_counter
 from typing import Any
 
 PLAIN, LOOKUP, DRAFT = "plain", "no second model", "second model"
 """Kinds of entries, which are compared with those of the same kind."""
+
+STORED = "stored"
+"""The weights of a GGUF file as they are."""
 
 _WARM_UP_TOKENS = 8
 _NUM_FINALISTS = 3
@@ -150,7 +154,9 @@ class Field:
     def enter(self, request: dict[str, Any]) -> dict[str, Any]:
         """Every entry at the settings that are fastest on the prompts of the request; why the others cannot enter."""
         prompts, length = request["prompts"], request["max_new_tokens"]
+        started = perf_counter()
         first = self._entries[0].candidates({})[0].make()
+        load_seconds = perf_counter() - started
         first(prompts[:1], length)
         plain_peak_bytes = peak_bytes()
         del first
@@ -160,7 +166,7 @@ class Field:
                 arms.append(self._enter(entry, prompts, length))
             except NothingWorksError as error:
                 failed[entry.name] = str(error)
-        return {"arms": arms, "failed": failed, "peak_bytes": plain_peak_bytes}
+        return {"arms": arms, "failed": failed, "peak_bytes": plain_peak_bytes, "load_seconds": load_seconds}
 
     def _enter(self, entry: Entry, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
         groups = [
@@ -229,18 +235,58 @@ def common_options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def stored_file(folder: Path, part: str) -> Path | None:
+    """Return the GGUF file of a part, in the folder where it lies; None if the part is a checkpoint."""
+    link = folder / f"{part}-{STORED}.gguf"
+    return link.resolve() if link.exists() else None  # by its own name, which tells whether it has further parts
+
+
+def instruction_sets(info: str) -> str:
+    """Return what a build uses of a processor, from llama.cpp's description, with a comma in front.
+
+    A race beside a build that leaves instruction sets of the processor out says so by this.
+    """
+    used = re.findall(r"\b(AVX2|AVX_VNNI|AVX512\w*|AMX\w*|NEON|SVE|MATMUL_INT8) = 1", info)
+    return f", uses {' '.join(used)}" if used else ""
+
+
 def say(text: str) -> None:
     """Into the worker's log."""
     print(text, file=sys.stderr, flush=True)
 
 
-def peak_bytes() -> int:
-    """The largest resident size of this process so far; 0 where the system does not report it (Linux does)."""
+def process_ids(root: int | str = "self") -> list[int]:
+    """Return a process and those that it started and that still run; none where `/proc` does not list them."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        found = [int(Path(f"/proc/{root}/stat").read_text().split()[0])]
+        children = [path.read_text().split() for path in Path(f"/proc/{found[0]}/task").glob("*/children")]
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+        return []
+    return found + [each for ids in children for child in ids for each in process_ids(child)]
+
+
+def cpu_seconds_of(ids: Iterable[int]) -> float:
+    """Return the processor seconds of processes so far."""
+    total = 0
+    for number in ids:
+        try:
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def peak_bytes() -> int:
+    """Return the largest resident size so far of this process and those that it started, all together."""
+    total = 0
+    for number in process_ids():
+        try:
+            lines = Path(f"/proc/{number}/status").read_text().splitlines()
+        except OSError:
+            continue
+        total += next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+    return total
 
 
 def has_draft(folder: Path) -> bool:
@@ -273,19 +319,27 @@ def serve(
             out.write(json.dumps(message) + "\n")
             out.flush()
 
+        started = perf_counter()
         try:
             engine, entries = start()
         except Exception as error:
             answer({"error": " ".join(str(error).split()) or type(error).__name__, "trace": traceback.format_exc()})
             return
         field = Field(entries)
-        answer({"engine": engine, "entries": [entry.name for entry in entries]})
+        start_seconds = perf_counter() - started
+        answer({"engine": engine, "entries": [entry.name for entry in entries], "start_seconds": start_seconds})
         every = {"enter": field.enter, "run": field.run, **(verbs or {})}
         for line in sys.stdin:
             request = json.loads(line)
-            before = process_time()
+            before = cpu_seconds_of(process_ids())
             try:
                 found = every[request["verb"]](request)
             except Exception as error:
                 found = {"error": " ".join(str(error).split()) or type(error).__name__, "trace": traceback.format_exc()}
-            answer({**found, "cpu_seconds": process_time() - before, "process_peak_bytes": peak_bytes()})
+            answer(
+                {
+                    **found,
+                    "cpu_seconds": max(0.0, cpu_seconds_of(process_ids()) - before),
+                    "process_peak_bytes": peak_bytes(),
+                }
+            )

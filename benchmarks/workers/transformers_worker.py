@@ -27,6 +27,7 @@ from .protocol import (
     eos_token_ids,
     has_draft,
     serve,
+    stored_file,
     usual_entries,
 )
 
@@ -170,14 +171,17 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
 
     def load(part: str) -> Any:
-        dtype = getattr(torch, options.dtype)
-        return AutoModelForCausalLM.from_pretrained(options.folder / part, dtype=dtype).eval()
+        dtype, stored = getattr(torch, options.dtype), stored_file(options.folder, part)
+        where, more = (options.folder / part, {}) if stored is None else (stored.parent, {"gguf_file": stored.name})
+        return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **more).eval()
 
     def start() -> tuple[str, list[Entry]]:
         drafts = has_draft(options.folder) and not options.batch_sizes
         eos, lengths = eos_token_ids(options.folder), (options.assisted_lengths, options.lookup_lengths)
         engine = Transformers(load("target"), load("draft") if drafts else None, eos, *lengths)
-        entries = usual_entries(engine, options, options.dtype, titles=("prompt lookup", "assisted"))
+        is_stored = stored_file(options.folder, "target") is not None
+        numerics = f"{options.dtype}, dequantised" if is_stored else options.dtype
+        entries = usual_entries(engine, options, numerics, titles=("prompt lookup", "assisted"))
         return f"transformers {transformers.__version__}", entries
 
     serve(start)

@@ -8,7 +8,7 @@
 
 `accept` applies a rule to the rows of a batch. The rules are pure functions of the draft, the target's distributions
 and the noise. In docstrings p is the target's distribution and q the drafter's, both at one node. A rule reads only the
-distributions of the nodes that it visits. Uniforms lie in [0, 1) and tests are strict (``u * q < p``), so a token
+distributions of the nodes that it visits. Uniforms are in [0, 1) and comparisons are strict (``u * q < p``), so a token
 outside the target's support is never emitted.
 """
 
@@ -48,8 +48,9 @@ class Verdict:
 
     Args:
       path: accepted nodes, root first.
-      next_token: the target's own token after ``path``. It is the bonus, or the recovered token after a rejection. It
-        is -1 if the target's probabilities are not a distribution (NaN, or no token possible).
+      next_token: the target's own token after ``path``. The next token is the bonus, or the recovered token after a
+        rejection. The next token is -1 if the target's probabilities are not a distribution (NaN, or no token
+        possible).
     """
 
     path: tuple[int, ...]
@@ -76,10 +77,10 @@ def accept(
     Args:
       rule: a name of `foredraft.config.acceptance.RULES`.
       logits: logits of the nodes of these rows; further rows are ignored.
-      choices: result of `choose_all`, if it has been called already; else None.
+      choices: result of an earlier call of `choose_all`; None to make the choices now.
       limits: thresholds of the rule "typical".
 
-    Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
+    Returns: one verdict per row. A row without a usable distribution has ``next_token`` -1.
     """
     matched: Sequence[int] = range(len(rows))
     if not RULES[rule].keeps_tokens:
@@ -162,8 +163,8 @@ def match(tree: DraftTree, choose_at: Callable[[int], int]) -> Verdict:
 
     Args:
       tree: any draft; its probabilities are not read.
-      choose_at: function that returns the target's token after a node. It is called once for every visited node and for
-        no other.
+      choose_at: function that returns the target's token after a node. ``choose_at`` is called once for every visited
+        node and for no other.
 
     Exactness: lossless for any draft that was made without looking at the choices. Equal to plain decoding token by
     token if the choice at a node depends only on the tokens before it.
@@ -230,19 +231,19 @@ def rejection(tree: DraftTree, target_probs: TargetProbs, noise: VerifyNoise) ->
     """Accept a drafted token x with probability min(1, p(x) / q(x)), else draw from the residual.
 
     Source: speculative sampling (Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318) on
-    chains; recursive rejection without replacement (Jeon et al. 2024, arXiv:2402.14160) on trees. After a rejected
-    sibling, p becomes its residual and q loses that sibling. A tree without ``probs`` is a deterministic draft, in
-    which every sibling is a point mass. Testing the siblings one by one then has the same distribution as matching a
-    single draw from p against all of them.
+      chains; recursive rejection without replacement (Jeon et al. 2024, arXiv:2402.14160) on trees. After a rejected
+      sibling, p becomes its residual and q loses that sibling. A tree without ``probs`` is a deterministic draft, in
+      which every sibling is a point mass. One test per sibling then has the same distribution as matching a single draw
+      from p against all siblings.
 
     Args:
       tree: a draft in which the children of node i were drawn in order, without replacement, from ``probs[i]`` (float32
-        or float64, summing to one), and no child was dropped because of its token.
+        or float64, summing to one). No child may have been dropped because of its token.
       target_probs: the processed distribution after a node, (V,).
       noise: randomness that the drafter has not seen.
 
     Raises: TreeError when a drafted token has q(x) = 0; ShapeError when p and q differ in size.
-    Exactness: lossless in distribution. Only ``match`` also keeps the tokens of plain decoding.
+    Exactness: lossless in distribution. Only the rule ``match`` also keeps the tokens of plain decoding.
     Randomness: one uniform per tested sibling, one draw per call.
     """
     if tree.probs is None:
@@ -307,10 +308,11 @@ BY_DRAFT = {STANDARD.name: rejection, BLOCK.name: block}
 
 
 def block_thresholds(tree: DraftTree, target_probs: TargetProbs) -> tuple[list[float], list[float]]:
-    """Return weights w_i and acceptance thresholds h_i of the prefixes of a chain; entry 0 stands for the empty one.
+    """Return weights w_i and acceptance thresholds h_i of the prefixes of a chain. Entry 0 belongs to the empty prefix.
 
     w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - w_i) with S_i the total of max(w_i p - q, 0)
-    at node i, and h_K = w_K. Both lists end before the first weight of zero, since every later threshold is zero too.
+    at node i, and h_K = w_K. Both lists end before the first weight that is zero, because every later threshold is zero
+    too.
     """
     assert tree.probs is not None
     weights, thresholds = [1.0], [1.0]
@@ -332,8 +334,8 @@ def block_thresholds(tree: DraftTree, target_probs: TargetProbs) -> tuple[list[f
 def residual(target_probs: Tensor, draft_probs: Tensor, weight: float = 1.0) -> Tensor:
     """Return norm(max(weight * p - q, 0)): the distribution (V,) of the token after a rejection, float64.
 
-    If max(weight * p - q, 0) is zero everywhere, p equals q up to rounding and a rejection cannot happen. The result is
-    then p itself.
+    If max(weight * p - q, 0) is zero everywhere, p equals q up to rounding and a rejection cannot happen. The function
+    then returns p itself.
 
     Raises: ShapeError when p and q differ in size.
     """
@@ -354,7 +356,8 @@ def _surplus(target_probs: Tensor, draft_probs: Tensor, weight: float) -> Tensor
 
 
 def without(draft_probs: Tensor, token: int) -> Tensor:
-    """Return q given that ``token`` has been drawn already: its entry is zero, the others are renormalised; float64.
+    """Return q under the condition that ``token`` has been drawn: the entry of ``token`` is zero, and the others are
+    renormalised; float64.
 
     The result is all zero if q was a point mass, since nothing more can be drawn from it.
     """
@@ -382,7 +385,8 @@ _ENTROPY_FLOOR = 1e-5
 
 
 def typical(tree: DraftTree, target_probs: TargetProbs, limits: TypicalLimits | None = None) -> Verdict:
-    """Accept the longest path of tokens likely enough under the target, then add the target's likeliest token.
+    """Accept the longest path of tokens that are likely enough under the target, and then add the target's most likely
+    token.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774), typical acceptance, as implemented in its code. A child x of a
     node with distribution p is accepted if p(x) > min(threshold, alpha exp(-H(p))). Among paths of equal length the one
@@ -436,7 +440,7 @@ class RejectionNoise:
 
     Args:
       seed: seed of the row.
-      step: number of the step in its row.
+      step: index of the decode step in the row.
       first_position: absolute position of the token after the pending one.
     """
 
@@ -458,8 +462,8 @@ class RejectionNoise:
 def inverse(probs: Tensor, uniform: float) -> int:
     """Return the token at which the running sum of ``probs`` (V,) passes the fraction ``uniform`` of their total.
 
-    The result is -1 for NaN or a total of zero. Whole stretches of the vocabulary are summed first, then the search
-    continues inside one of them. For (1, 0, 3), 0.2 gives token 0; 0.25 and more give token 2.
+    The result is -1 for NaN or a total of zero. Large blocks of the vocabulary are summed first; the search continues
+    inside one of them. For (1, 0, 3), 0.2 gives token 0; 0.25 and more give token 2.
     """
     stretches = pad(probs.double(), (0, -len(probs) % _STRETCH)).view(-1, _STRETCH)
     ends = stretches.sum(1).cumsum(0)

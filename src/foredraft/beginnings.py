@@ -30,6 +30,7 @@ def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
-    """Index of the first difference, None without one: (1, 2, 3) and (1, 2) differ at 2. Both have the same type."""
+    """Index of the first difference, None without one: (1, 2, 3) and (1, 2) differ at 2. Both sequences have the same
+    type."""
     place = shared_length(one, other)
     return None if place == len(one) == len(other) else place

@@ -20,7 +20,7 @@ ALIGNMENT = 8
 
 
 def upload(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy CPU arrays to a device in one transfer; for the CPU, return the arrays themselves.
+    """Copy CPU arrays to a device in one transfer. For the CPU, return the arrays themselves.
 
     On CUDA the transfer is from pinned memory, and the host does not wait for it. Torch reuses pinned memory only after
     the transfer that reads it has ended.

@@ -2,7 +2,7 @@
 
     from foredraft.drafting import ContextDrafter, DraftOptions, DraftSize, DraftTree, Method, Row, draft_length
 
-All names here stay importable from this module, even if the modules behind them change.
+All names in `foredraft.drafting` stay importable, even if the modules behind them change.
 `foredraft.testing.check_drafter` tests a drafter in every setting; see docs/add_a_drafter.md.
 """
 

@@ -1,4 +1,4 @@
-"""Signals that end a command: results so far are kept, and a second signal does not interrupt saving them."""
+"""Signals that end a command. Finished results are kept, and a second signal does not interrupt saving them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ class CheckpointError(ForedraftError, OSError):
 
 
 class DatastoreError(ForedraftError, OSError):
-    """A datastore, its corpus or a saved history is missing, damaged or foreign, or cannot be written."""
+    """A datastore, its corpus or a saved history is missing, is damaged, was not written by foredraft, or cannot be
+    written."""
 
 
 class NothingAcceptedError(ForedraftError, RuntimeError):
@@ -101,12 +102,13 @@ class EngineBusyError(ForedraftError, RuntimeError):
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Return whether an error concerns every row and must not be contained: out of memory, or the program must end.
+    """Return whether an error concerns every row and must not be contained: a lack of memory, or an exception that ends
+    the program.
 
-    Exceptions outside ``Exception``, such as KeyboardInterrupt and SystemExit, end the program. There are two
-    exceptions to this. Panics of Rust libraries are contained. So is asyncio's CancelledError, which can only come from
-    an event loop inside the callee, since no loop cancels a synchronous call. On CPUs torch reports a lack of memory as
-    a plain RuntimeError whose message names its allocator.
+    Exceptions outside ``Exception``, such as KeyboardInterrupt and SystemExit, end the program. Two kinds of them are
+    contained. One is the panic of a Rust library. The other is asyncio's CancelledError, which can only come from an
+    event loop inside the callee, since no loop cancels a synchronous call. On CPUs torch reports a lack of memory as a
+    plain RuntimeError whose message names its allocator.
     """
     torch = sys.modules.get("torch")  # if torch is not loaded, none of its errors can be raised
     if isinstance(error, BaseExceptionGroup):
@@ -146,14 +148,14 @@ MOST_CHARACTERS = 1000
 
 
 def shortened_message(message: str) -> str:
-    """Return the message, or both ends of a long one."""
+    """Return the message. Of a long message, return both ends."""
     if len(message) <= MOST_CHARACTERS:
         return message
     return f"{message[: MOST_CHARACTERS // 2]} ... {message[-MOST_CHARACTERS // 2 :]}"
 
 
 def error_with_type(error: BaseException) -> str:
-    """Return type and message of an error, shortened. Also works if the message cannot be formatted."""
+    """Return type and message of an error, shortened. The result is valid even if the message cannot be formatted."""
     try:
         return shortened_message(f"{type(error).__name__}: {error}")
     except Exception:
@@ -163,3 +165,13 @@ def error_with_type(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """Return the text of an error for the result of a row. Errors of other libraries include their type."""
     return shortened_message(str(error)) if isinstance(error, ForedraftError) else error_with_type(error)
+
+
+def error_in_words(error: BaseException, most_characters: int = 300) -> str:
+    """Return the message of an error of another library on one line.
+
+    The type comes first only if the message is not a sentence: the message of a KeyError, for example, is a key.
+    """
+    message = " ".join(str(error).split())
+    is_sentence = " " in message and not isinstance(error, LookupError)
+    return (message if is_sentence else f"{type(error).__name__}: {message}")[:most_characters]

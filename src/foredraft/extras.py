@@ -16,8 +16,8 @@ DISTRIBUTION = "foredraft"
 def install_command(extra: str) -> str:
     """Return the command that installs the packages of an extra, each by its own name.
 
-    It never names foredraft itself, because a package index may not have it. The packages are read from the metadata of
-    the installed distribution, the only place that lists extras.
+    The command never names foredraft itself, because a package index may not have it. The packages are read from the
+    metadata of the installed distribution, the only place that lists extras.
 
     Args:
       extra: name of an extra in pyproject.toml, such as ``serve``.

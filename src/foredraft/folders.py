@@ -56,7 +56,8 @@ def _home() -> Path:
 
 
 def temporary_folder(*parts: str) -> Path:
-    """Return this user's folder among the temporary files, for use if the cache is not writable. It need not exist."""
+    """Return this user's folder among the temporary files, for use if the cache is not writable. The folder need not
+    exist."""
     user = str(os.getuid()) if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir(), f"foredraft-{user}", *parts)
 
@@ -103,11 +104,16 @@ def check_new_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} already exists and is not empty; name a new folder")
+    check_folder(path)
+    return path
+
+
+def check_folder(path: Path) -> None:
+    """Raise ConfigError for a folder that can neither be written nor be created."""
     place = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = f"you have no write permission for {place}" if place.is_dir() else f"{place} is a file"
         raise ConfigError(f"{path} cannot be created: {why}; choose another place")
-    return path
 
 
 def not_ours(path: str | os.PathLike[str], name: str, remedy: str) -> str:
@@ -139,7 +145,7 @@ def read_own_json(path: Path, form: str, name: str, remedy: str) -> dict[str, An
     """Read a JSON file of foredraft.
 
     Args:
-      form: its format line.
+      form: format line of the file.
       name, remedy: see `not_ours`.
 
     Raises: ConfigError for a file that cannot be read, is not JSON, or has another format.
@@ -162,7 +168,7 @@ def keep_json(file: Path, content: object) -> None:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write a file atomically: others see it complete or not at all.
+    """Write a file atomically: other processes see the old file or the complete new one.
 
     A device such as /dev/stdout is written to directly.
 
@@ -227,11 +233,13 @@ def replacing(file: Path, part: Path) -> Iterator[None]:
 
 @contextmanager
 def filling(folder: Path, last: str) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, whose files move into ``folder`` unless there is an error.
+    """Context manager that yields a temporary folder. The files of that folder move into ``folder`` unless there is an
+    error.
 
     Args:
       folder: a new or empty folder; it is created.
-      last: name of the file that is moved last, and without which nobody reads the others. After a kill it is missing.
+      last: name of the file that is moved last. Readers ignore the folder without this file. If the process is killed
+        before the end, this file is missing.
     """
     was_there = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +258,7 @@ def filling(folder: Path, last: str) -> Iterator[Path]:
 def append_lines(file: Path, lines: str) -> None:
     """Append whole lines to a file.
 
-    If its last line was cut off by a kill or a full disk, the new lines start after it.
+    If the last line was cut off by a kill or a full disk, the new lines start after it.
 
     Raises: OSError, after which a part of the lines may have been written.
     """
@@ -274,7 +282,7 @@ def json_lines(file: Path) -> Iterator[Any]:
 def is_no_room(error: BaseException | None) -> bool:
     """Return whether an error means that the disk is full, or that a limit on the file or the user's quota was reached.
 
-    safetensors reports this only in its message, and torch raises an error of its own besides that of the file.
+    safetensors reports a full disk only in its message. torch raises another error in addition to that of the file.
     """
     if error is None:
         return False
@@ -312,7 +320,7 @@ def locked(file: Path, longest_wait_seconds: float) -> Iterator[bool]:
     """Context manager that waits for a lock between processes.
 
     Yields: False if the lock is not available (a file system without locks, a process that keeps it too long). The
-      caller must then expect that another process is inside.
+      caller must then assume that another process is inside.
     """
     lock = FileLock(file)
     try:

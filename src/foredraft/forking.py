@@ -20,13 +20,14 @@ def lock() -> threading.RLock:
 
 
 def is_forked() -> bool:
-    """Return whether this process was forked from one that had loaded models. It then computes on one thread."""
+    """Return whether this process was forked from one that had loaded models. A forked process then computes on one
+    thread."""
     return os.getpid() != _first_process()
 
 
 @cache
 def _first_process() -> int:
-    """Return the id of the process that made the first lock. Its children reset their state."""
+    """Return the id of the process that made the first lock. Child processes of that process reset their state."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_begin_anew)
     return os.getpid()

@@ -50,7 +50,7 @@ from foredraft.machine import collector_paused
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.dtypes import check_kv_cache_dtype
 from foredraft.model.execution.execution import check_kind
-from foredraft.model.execution.rounding import check_quantization, check_weights
+from foredraft.model.execution.rounding import check_activations, check_quantization, check_weights
 from foredraft.progress import progress_bar, stage
 from foredraft.prompts.prompts import Prompts, chat_prompt, conversations_of, read_params, read_prompts, seeded
 from foredraft.structured.grammars import Grammars
@@ -62,22 +62,22 @@ ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Iterable[SamplingPa
 class LLM:
     """Generates text with a `transformers` causal language model, with speculative decoding if requested.
 
-    Without a ``speculative_config`` it decodes plainly. The command line, in contrast, drafts by default. One log line
-    (logger ``foredraft``, level INFO) states which model was loaded, in which dtype, and how it decodes.
+    Without a ``speculative_config`` an `LLM` decodes plainly. The command line, in contrast, drafts by default. One log
+    line (logger ``foredraft``, level INFO) states which model was loaded, in which dtype, and how it decodes.
 
-    Calls from several threads are safe. They share batches and take turns step by step.
+    Calls from several threads are safe. Concurrent calls share batches and take turns step by step.
 
     Args:
       model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model. A loaded model keeps its dtype and is
         not changed.
       speculative_config: method of drafting and its options: a mapping, JSON, ``@file``, the name of a method, or None
-        (the default) for plain decoding. "auto" needs no second model. The command line uses it if the model includes
-        no drafter.
-      tokenizer: tokenizer, its folder or its hub id; by default the one beside the model. Without any tokenizer,
-        prompts and results are token ids.
-      dtype, device: dtype and device of models that are loaded by name. "auto" selects the GPU if there is one, and the
-        dtype of the checkpoint if the device computes in it, else float32. GGUF files with quantised weights count as
-        bfloat16.
+        (the default) for plain decoding. "auto" needs no second model. The command line uses "auto" if the model
+        includes no drafter.
+      tokenizer: tokenizer, its folder or its hub id; by default the one in the folder of the model. Without any
+        tokenizer, prompts and results are token ids.
+      dtype, device: dtype and device of models that are loaded by name. "auto" selects the GPU if there is one. For the
+        dtype, "auto" selects the checkpoint's if the device computes in it, else float32. GGUF files with quantised
+        weights count as bfloat16.
       execution: "auto", "eager", "packed" or "compiled"; see docs/models.md. On x86 CPUs "auto" selects "compiled", or
         "packed" if the model is small; elsewhere "eager".
       revision, trust_remote_code: options for a model from the hub, as in `transformers`.
@@ -86,14 +86,16 @@ class LLM:
       quantization: "int8" or "int4" rounds the weights of linear layers to this many bits when they are loaded. The
         rounded model is then the target: its output is preserved, with or without drafts. See docs/weights.md.
       weights: "stored" computes directly with the quantised weights of a GGUF file, without rounding them to another
-        dtype. The model with these exact weights is then the target. Also available for zoo:smollm2. "dequantized"
-        converts them to the dtype. None is "stored" for a quantised GGUF file on a CPU with kernels.
+        dtype. The model with these exact weights is then the target. "stored" also works for zoo:smollm2. "dequantized"
+        converts the weights to the dtype. None is "stored" for a quantised GGUF file on a CPU with kernels.
       kv_cache_dtype: "bfloat16" or "int8" rounds keys and values when they are written. The model with that cache is
-        then the target, with or without drafts. "auto" leaves them in the dtype of the model.
+        then the target, with or without drafts. "auto" leaves keys and values in the dtype of the model.
+      activations: "int8" rounds the inputs of layers with integer weights to 8 bits instead of 16. Steps over many
+        tokens are then faster, and the model changes a little. The model with these activations is then the target.
       seed: seed for requests that set none. Request number i then draws with ``mix(seed, i)``, so results are
         repeatable.
       num_cached_prefixes: number of finished requests whose keys and values are kept. Prompts that begin with the same
-        tokens reuse them. 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
+        tokens reuse them. 0 keeps none. An LLM made by `with_speculative_config` shares the prefixes of the target.
       generation_config: source of sampling defaults. "auto" reads the ``generation_config.json`` of the model. A
         request that does not set ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` or
         ``max_tokens`` uses the values found there. "none" ignores that file. A folder uses the file in that folder. The
@@ -103,8 +105,8 @@ class LLM:
       max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness: see `EngineConfig`.
 
     Attributes:
-      logs_low_gain: True if finished rows count for the log line about drafts that gain little. Set it to False for
-        rows whose speed is not representative.
+      logs_low_gain: True if finished rows count for the log line about drafts that gain little. Set ``logs_low_gain``
+        to False for rows whose speed is not representative.
 
     Raises:
       CheckpointError: a model or tokenizer is missing, truncated or unknown.
@@ -112,8 +114,8 @@ class LLM:
       TokenizerMismatchError: drafter and target do not share a tokenizer.
       ConfigError: an unknown key, or a value out of range.
 
-    Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same seed;
-    under "standard" and "block" they follow the same distribution.
+    Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same seed.
+      Under "standard" and "block" they have the same distribution.
     Randomness: keyed by the seed of the request. A request without any seed draws one and reports it.
     """
 
@@ -135,6 +137,7 @@ class LLM:
         quantization: str | None = None,
         weights: str | None = None,
         kv_cache_dtype: str = "auto",
+        activations: str | None = None,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
         generation_config: str | os.PathLike[str] | GenerationConfig = AUTO,
@@ -160,6 +163,7 @@ class LLM:
         check_quantization(quantization)
         check_weights(weights, quantization)
         check_kv_cache_dtype(kv_cache_dtype)
+        check_activations(activations)
         profile = None if profile_file is None else Profile.load(profile_file)
         check_parts(drafts)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -178,7 +182,7 @@ class LLM:
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
         stage(f"preparing and testing {loaded.name}", logging.DEBUG)
-        self.target = adapter_of(loaded, execution, kv_cache_dtype)
+        self.target = adapter_of(loaded, execution, kv_cache_dtype, activations)
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(
             loaded,
@@ -264,7 +268,7 @@ class LLM:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a row: those of the generation config, and the EOS of the tokenizer."""
+        """Tokens that end a row: the EOS tokens of the generation config and of the tokenizer."""
         return tuple(self._eos_token_ids)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -278,7 +282,8 @@ class LLM:
     def applicable_methods(self) -> list[tuple[str, str | None]]:
         """List every method with None, or with the reason why this model cannot draft with it at present.
 
-        The drafter that this LLM has loaded counts. Models of the zoo include what their methods need.
+        The drafter that the `LLM` has loaded counts as available. Models of the zoo include the drafters that their
+        methods need.
         """
 
         def attempt(config: SpeculativeConfig) -> None:
@@ -325,7 +330,8 @@ class LLM:
         Returns: one result per prompt, in order. A row ends with the reason "error" if its logits become NaN or its
         logits processor raises. Other rows are not affected. If a drafter raises, the row goes on without drafts.
         Raises:
-          PromptError, ConfigError: before anything runs; the message names the prompt.
+          PromptError, ConfigError: a prompt or a parameter is invalid. Nothing has run then. The message names the
+            prompt.
           NumericsError, or the error of a logits processor: every sample of every prompt ended in an error.
         """
         with (
@@ -363,8 +369,8 @@ class LLM:
         """Answer one conversation, or several, through the tokenizer's chat template.
 
         Args:
-          messages: ``[{"role": "user", "content": ...}, ...]``, a string as a single user message, or a list of such
-            conversations.
+          messages: one conversation ``[{"role": "user", "content": ...}, ...]``, a string as a single user message, or
+            a list of conversations.
           template_options: variables of the template, ``tools`` and other arguments of ``apply_chat_template``.
 
         Raises: PromptError for messages that the template rejects, or that need more than 1 s or 64 MB to render.
@@ -387,14 +393,14 @@ class LLM:
     def step(self) -> bool:
         """Run one step for all open streams; return False if there was nothing to do.
 
-        Only servers need it: one thread calls it and distributes the results of `Stream.take`. Elsewhere the caller
+        Only servers need `step`: one thread calls it and distributes the results of `Stream.take`. Elsewhere the caller
         that waits for results runs the steps.
         """
         return self._runner.step()
 
     @property
     def profile(self) -> StepProfile:
-        """Time spent so far in each part of the steps."""
+        """Time spent in each part of the steps."""
         return self._runner.engine.profile
 
     @property
@@ -404,7 +410,7 @@ class LLM:
 
     @property
     def governed(self) -> Totals | None:
-        """Totals of the steps so far, with the estimated time of plain decoding; None if there is no governor."""
+        """Totals over all steps, with the estimated time of plain decoding; None without a governor."""
         governor = self._runner.engine.governor
         return None if governor is None else governor.totals
 

@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 
 SPINS = 1000
-"""Number of times that a waiting OpenMP thread checks again before it sleeps, which takes some 25 to 50 microseconds.
-By default it spins for milliseconds, and takes that time from the thread for which it waits.
+"""Number of times that a waiting OpenMP thread checks again before it sleeps. The checks take some 25 to 50
+microseconds. By default a waiting thread spins for milliseconds, and takes that time from the thread for which it
+waits.
 """
 
 
@@ -124,7 +125,8 @@ def _quota(folder: Path) -> float | None:
 def collector_paused() -> Iterator[None]:
     """Context manager that pauses the collection of cyclic garbage while a model is built.
 
-    There is hardly any such garbage then, and a collection takes tenths of a second because it visits all objects.
+    Hardly any such garbage is made inside the context, and a collection takes tenths of a second because it visits all
+    objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()

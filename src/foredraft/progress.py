@@ -24,10 +24,10 @@ SECONDS_PER_LINE = 10.0
 """Seconds between lines of progress without a terminal."""
 
 SECONDS_UNSAID = 0.5
-"""Seconds for which work goes on without a line that names it, if it may also be quick."""
+"""Seconds after which work that may also be quick gets a line with its name."""
 
 Watch = Callable[[str, int, int], None]
-"""Called with the name of what is running, the part done, and the total."""
+"""Function that is called with the name of the running work, the finished part, and the total."""
 
 logger = logging.getLogger("foredraft")
 
@@ -35,8 +35,8 @@ logger = logging.getLogger("foredraft")
 def stage(what: str, level: int = logging.INFO, *, ends_line: bool = False) -> None:
     """Log the start of work that may take seconds. The command line shows these records as its status.
 
-    In Python, a record of level INFO is also a line on standard error if that is a terminal or a notebook, unless the
-    program handles these records or has turned them off.
+    In Python, a record of level INFO is also shown on standard error if that is a terminal or a notebook. It is not
+    shown if the program handles these records or has turned them off.
 
     Args:
       ends_line: True if text that does not end with a line break may be on the terminal.
@@ -71,10 +71,10 @@ def stage_if_slow(name: Callable[[], str], *, ends_line: bool = False) -> Iterat
 
 @contextmanager
 def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar while the block runs. Its function takes the numbers of finished prompts and generated tokens.
+    """Show a bar while the block runs. The yielded function takes the numbers of finished prompts and generated tokens.
 
     Args:
-      shown: None shows the bar for several prompts on a terminal.
+      shown: whether to show the bar. None shows it for several prompts on a terminal.
     """
     console = Console(stderr=True)
     if not (console.is_terminal and num_prompts > 1 if shown is None else shown):
@@ -94,7 +94,7 @@ def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Cal
 
 @contextmanager
 def stages(say: Callable[[str], None] | None = None) -> Iterator[Watch]:
-    """Show on a terminal what is running and the remaining time.
+    """Show the running work and the remaining time on a terminal.
 
     Args:
       say: called with a line every `SECONDS_PER_LINE` seconds without a terminal; None shows nothing there.

@@ -38,8 +38,8 @@ class DraftPlan:
 class DraftTree:
     """Proposed continuations of one sequence, checked by the target in one forward pass.
 
-    Node 0 is the pending token. Parents stand before their children. Siblings carry different tokens and stand in the
-    order in which they were drawn.
+    Node 0 is the pending token. Parents come before their children. Siblings have different tokens and are in the order
+    in which they were drawn.
 
     Args:
       tokens: N token ids; ``tokens[0]`` is the pending token. Lists, arrays and tensors become tuples of int, here and
@@ -50,7 +50,7 @@ class DraftTree:
         distribution.
       scores: N estimates in 0..1 of the chance that a node is accepted, or None.
       source: name of the drafter.
-      sources: N names: the drafter of each node, if several drafters contributed; else None.
+      sources: N names, the drafter of each node, if several drafters contributed; else None.
       plan: decision of the drafter's length policy, if it has one.
       is_whole: True if a governor must verify either the whole draft or nothing, because the drafter cannot learn from
         a part of it.
@@ -344,11 +344,11 @@ class DraftSize(int):
       nodes: nodes of the whole draft, root included.
       chains_only: True if only the chain of first children will be verified.
       least: smallest acceptance probability of a node. Nodes below it, and their descendants, will not be verified.
-        Drafters may ignore it.
+        Drafters may ignore this limit.
 
     Attributes:
-      arm: index of the mode in which the drafter should draft, among those that it offers (`DrafterFacts.arms`). None
-        leaves the choice to the drafter.
+      arm: index of the mode in which the drafter should draft, among its modes (`DrafterFacts.arms`). None leaves the
+        choice to the drafter.
     """
 
     nodes: int

@@ -19,6 +19,8 @@ import race as racing
 from race import HERE, PEERS, ArmRow, Exported, Launch, Race, RaceOutcome, RaceRound, WorkerError, make
 from rich.console import Console
 from workers.foredraft_worker import Own
+from workers.llamacpp_worker import ServerProcess, decode, decode_together
+from workers.protocol import instruction_sets
 
 from foredraft.bench import report
 from foredraft.bench.workload import BenchPrompt
@@ -53,7 +55,7 @@ def main():
             num_first = sum(map(len, rows)) if entry.get("at_once") else len(rows)
             decoded = sum(map(len, rows)) - num_first
             seconds = speeds[1 if prompts[0][0] >= 100 else 0]
-            return DecodedRows(rows, num_first, 0.5, decoded * seconds)
+            return DecodedRows(rows, num_first, 0.5 if seconds > 0.01 else 0.4, decoded * seconds)
 
         def make():
             if speeds is None:
@@ -128,7 +130,7 @@ class Track:
 
 @pytest.fixture
 def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
-    monkeypatch.setattr(racing, "_SETTLING_SECONDS", 0.0)  # nothing computes here
+    monkeypatch.setattr(racing, "SETTLING_SECONDS", 0.0)  # nothing computes here
     return Track(tmp_path)
 
 
@@ -159,13 +161,14 @@ def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> Non
     peer = [entry("plain", slow=0.01), entry("lookup", LOOKUP, slow=0.004, departs_at=3)]
     known: list[RaceOutcome] = []
     with track.race([track.launch("foredraft", OWN), track.launch("other", peer)]) as race:
-        processes = [worker._process for worker in race._workers]
+        processes = [worker.process for worker in race.workers]
         outcome = race.run(prompts(), known.append)
         assert all(process.poll() is None for process in processes)
     assert [process.poll() for process in processes] == [0, 0]
     (each,) = outcome.rounds
     assert {one.what: (one.arm, one.base, round(one.comparison.ratio, 6)) for one in each.verdicts} == {
         "plain": ("foredraft plain", "other plain", 0.5),
+        "first token, plain": ("foredraft plain", "other plain", 0.8),
         "best without a second model": ("foredraft ngram", "other lookup", 0.5),
     }
     found = rows(outcome)
@@ -205,7 +208,7 @@ def test_settings_and_best_arms_are_chosen_on_prompts_that_do_not_count(track: T
     assert tried["way early"] == pytest.approx({"on_first": 1000, "on_all": 1000})
     assert tried["way late"] == pytest.approx({"on_first": 500, "on_all": 500})
     assert "no such kernel" in tried["way broken"]
-    assert [one.base for one in outcome.rounds[0].verdicts] == ["other plain", "other lookup"]
+    assert [one.base for one in outcome.rounds[0].verdicts] == ["other plain", "other plain", "other lookup"]
 
 
 def test_quantised_arms_are_shown_apart_and_own_ones_compared_with_those_of_others(track: Track) -> None:
@@ -259,7 +262,7 @@ def test_what_takes_no_part_or_was_not_timed_is_named_with_its_reason(track: Tra
     assert "no such model" in outcome.missing["lame"]
     assert "other lookup" not in rows(outcome)
     assert "way second: does not work: no such kernel" in outcome.missing["other lookup"]
-    assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 2
+    assert [one.arm for one in outcome.rounds[0].verdicts] == ["foredraft plain"] * 3  # also of the first token
     text = shown(outcome, 500)
     assert "missing  lame: " in text
     assert "all tokens came with the first step" in text
@@ -298,6 +301,8 @@ def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
     assert ratios == {
         ("plain", "other plain"): 0.5,
         ("plain, 2 rows", "other plain, 2 rows"): 0.8,
+        ("first token, plain", "other plain"): 0.8,
+        ("first token, plain, 2 rows", "other plain, 2 rows"): 1.0,
         ("2 rows by one", "foredraft plain"): 4.0,
         ("2 rows by one", "other plain"): 2.5,
     }
@@ -407,13 +412,95 @@ def test_all_engines_hold_the_same_precision(
     )
     found, missing = racing.launches(Exported(tmp_path, "a model", dtype), dtype, given, PEERS.values())
     own, openvino, llamacpp, transformers = (launch.arguments for launch in found)
-    assert missing == {}
+    assert set(missing) == {"llamacpp-native", "ik-llama"}  # not installed here
     assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed", "--exactness=relaxed"} <= set(own)
     assert own[-3:] == ("--quantised", "int8", "int4")
     assert ("--weights", weights, "--precision", precision, "--quantised", "int8", "int4") == openvino[4:]
     assert ("--types", *types, "--quantised", "q8_0", "q4_1", "q4_0", "q4_k_m") == llamacpp[4:]
     assert transformers[4:6] == ("--dtype", dtype)
     assert all(launch.arguments[:4] == (str(tmp_path), "--batch-sizes", "8", "32") for launch in found)
+
+
+def test_a_gguf_file_races_as_it_is_beside_engines_that_read_one(tmp_path: Path) -> None:
+    for name in ("llamacpp", "llamacpp-native", "ik-llama"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "built").touch()
+    (tmp_path / "llamacpp-native" / "program").write_text("/built/llama-server")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    peers = [racing.PEERS[name] for name in ("llamacpp", "llamacpp-native", "ik-llama")]
+
+    def arguments(model: str, is_gguf: bool) -> dict[str, list[str]]:
+        exported = Exported(tmp_path, "a model", "bfloat16", is_gguf)
+        given = options(peers_folder=tmp_path, model=model)
+        found, missing = racing.launches(exported, "bfloat16", given, peers)
+        assert set(missing) == (set() if is_gguf else {"ik-llama"})
+        return {launch.name: list(launch.arguments[2:]) for launch in found}
+
+    stored = arguments(str(file), True)
+    assert stored["llamacpp"] == ["--types", "stored"]
+    assert stored["llamacpp-native"] == ["--types", "stored", "--binary", "/built/llama-server"]
+    assert stored["ik-llama"] == []
+    assert arguments("zoo:tiny", False)["llamacpp"] == ["--types", "bf16", "f16"]
+
+
+FAKE_LLAMA_SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+if "-m" in sys.argv and sys.argv[sys.argv.index("-m") + 1] == "broken":
+    sys.exit("no such model")
+
+class Answers(BaseHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+    def reply(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        self.reply("{}")
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        count, first = asked["max_tokens"], len(asked["prompt"])
+        if asked.get("stream"):
+            parts = [{"__verbose": {"tokens": [first + place]}} for place in range(count)]
+            lines = [json.dumps(part) for part in [*parts, {"__verbose": {"tokens": []}}]] + ["[DONE]"]
+            return self.reply("".join(f"data: {line}\\n\\n" for line in lines))
+        timings = {"predicted_ms": 500.0, "predicted_n": count}
+        tokens = [len(sys.argv), *range(1, count)]
+        self.reply(json.dumps({"__verbose": {"tokens": tokens}, "timings": timings}))
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
+"""
+
+
+def test_a_llama_server_is_asked_as_the_wheel_is_and_ends_with_its_arm(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!{sys.executable}\n{FAKE_LLAMA_SERVER}")
+    program.chmod(0o755)
+    server = ServerProcess(str(program), "target.gguf", None, {"weights": "stored"}, 2, 2)
+    one = decode(server)([[5, 6]], 4)
+    assert (one.rows[0][1:], one.num_first, one.decode_seconds) == ([1, 2, 3], 1, 0.5)
+    both = decode_together(server)([[5], [5, 6]], 3)
+    assert both.rows == [[1, 2, 3], [2, 3, 4]]
+    drafted = {"weights": "stored", "drafted": 3, "p-min": 0.5}
+    drafting = ServerProcess(str(program), "target.gguf", "draft.gguf", drafted, 2, 1)
+    assert decode(drafting)([[5]], 4).rows[0][0] > one.rows[0][0]  # it was started with more options
+    running = server.process
+    del server
+    assert running.wait(10) != 0
+    with pytest.raises(RuntimeError, match=r"llama-server ended with 1: .*no such model"):
+        ServerProcess(str(program), "broken", None, {}, 1, 1)
+
+
+def test_the_instruction_sets_of_a_build_are_named() -> None:
+    info = "system_info: n_threads = 2 | CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | AVX512_BF16 = 1 | LLAMAFILE = 1 |"
+    assert instruction_sets(info) == ", uses AVX2 AVX512_BF16"
+    assert instruction_sets("") == ""
 
 
 def test_workers_of_other_engines_import_nothing_of_this_package() -> None:
@@ -458,7 +545,7 @@ def test_the_script_races_beside_an_engine_in_an_environment_of_its_own(
     assert racing.main([*given, *narrow, "--peers-folder", str(tmp_path / "envs"), "--out", str(output)]) == 0
     race = json.loads(output.read_text())["race"]
     assert list(race["engines"]) == ["foredraft", "openvino", "transformers"]
-    assert list(race["missing"]) == ["llamacpp"]
+    assert list(race["missing"]) == ["llamacpp", "llamacpp-native", "ik-llama"]
     (each,) = race["rounds"]
     same = {row["arm"]: row["sameness"]["num_same_rows"] for row in each["rows"]}
     assert same.pop("OpenVINO plain") == 0

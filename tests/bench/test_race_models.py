@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -10,16 +11,19 @@ from pathlib import Path
 import pytest
 import race as racing
 import torch
+from gguf import GGMLQuantizationType as Kind
 from pairs import load_pair
 from race import export, prompts_of
 from workers.foredraft_worker import cast
-from workers.protocol import has_draft
+from workers.protocol import eos_token_ids, has_draft, stored_file
 from workers.to_gguf import convert, mixed_type
 
 from foredraft import zoo
 from foredraft.bench.workload import AGAIN
 from foredraft.errors import ConfigError
+from foredraft.loading.info import eos_token_ids as eos_of
 from foredraft.loading.models import load_model
+from gguf_files import write_llama
 
 TARGET = zoo.path("zoo:tiny", "target")
 
@@ -48,7 +52,24 @@ def test_a_pair_is_written_once_with_the_weights_of_the_model(cache: Path, monke
         assert all(torch.equal(written[name], original[name]) for name in original)
     assert export("zoo:tiny", None, "none") == found
     assert len(said) == 1
-    assert racing._name("zoo:tiny", None, "100m") != found.folder.name
+    assert racing.folder_name("zoo:tiny", None, "100m") != found.folder.name
+
+
+def test_a_gguf_file_is_linked_with_what_others_read_beside_it(cache: Path, tmp_path: Path) -> None:
+    target = write_llama(tmp_path / "target.gguf", Kind.Q8_0, speaks=True).path
+    draft = write_llama(tmp_path / "draft.gguf", Kind.Q4_0, speaks=True).path
+    found = export(str(target), str(draft), "none")
+    assert (found.is_gguf, found.has_draft, has_draft(found.folder)) == (True, True, True)
+    assert (stored_file(found.folder, "target"), stored_file(found.folder, "draft")) == (target, draft)
+    assert hashlib.sha256(target.read_bytes()).hexdigest() in found.models
+    assert eos_token_ids(found.folder) == set(eos_of(load_model(str(target)).model))
+    wanted = argparse.Namespace(prompts_file=None, kinds=None, context=None, max_new_tokens=8)
+    prompt = next(prompts_of(found.folder / "target", wanted, lambda ids: ()))
+    assert prompt.token_ids == next(prompts_of(TARGET, wanted, lambda ids: ())).token_ids
+    assert export(str(target), str(draft), "none") == found
+    for model, drafter, scale in ((target, "zoo:tiny", "none"), ("zoo:tiny", target, "none"), (target, None, "100m")):
+        with pytest.raises(ConfigError, match="a GGUF file races as it is"):
+            export(str(model), None if drafter is None else str(drafter), scale)
 
 
 def test_casting_keeps_the_frequencies_of_rotations() -> None:

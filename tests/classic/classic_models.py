@@ -128,7 +128,7 @@ def every_choice(monkeypatch: pytest.MonkeyPatch, reads: bool = False) -> Iterat
 
     def uniform(self: TorchNoise, depth: int, sibling: int) -> float:
         token = last_draft[0].tokens[depth]
-        ratio = float(self._target_probs(depth)[token]) / float(last_draft[0].probs[depth][token])
+        ratio = float(self.target_probs(depth)[token]) / float(last_draft[0].probs[depth][token])
         accepts = current[-1].take([min(1.0, ratio), 1.0 - min(1.0, ratio)]) == 0
         self.uniforms.append(0.0 if accepts else 1.0 - 2.0**-53)
         return self.uniforms[-1]

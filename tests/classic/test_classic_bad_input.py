@@ -222,7 +222,7 @@ def test_models() -> None:
         autoregressive_generate(PROMPT, torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="a str"):
         autoregressive_generate(PROMPT, "gpt2")
-    with pytest.raises(TokenizerMismatchError, match="64 token ids and the drafter LlamaForCausalLM 91"):
+    with pytest.raises(TokenizerMismatchError, match="64 token ids and its drafter, the llama model, has 91"):
         speculative_generate(PROMPT, toy_model(91), target())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foredraft import zoo
+from foredraft import LLM, zoo
 from foredraft.cli import app, comparison
 from foredraft.ending import ENDING, end_as_by_ctrl_c, finishing
 from foredraft.engine.engine import Engine
@@ -23,7 +23,6 @@ from foredraft.folders import only_writer
 from foredraft.heads.checkpoint import write_checkpoint
 from foredraft.heads.medusa_hydra import HeadsShape, MedusaHeads
 from foredraft.heads.medusa_hydra_layouts import write_medusa
-from foredraft.tune.tuning import Tuning
 from programs import started
 from small_disk import room_for
 
@@ -215,7 +214,7 @@ def test_a_choice_is_made_of_what_was_counted(
     number: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All texts and counts were lost; drafters that were timed are known to the next run all the same."""
-    monkeypatch.setattr(Tuning, "_maker", end_at(number, Tuning._maker))
+    monkeypatch.setattr(LLM, "with_speculative_config", end_at(number, LLM.with_speculative_config))
     result = run(*TUNE, "--out", str(tmp_path / "tuned.json"), "--json")
     assert result.exit_code == 130, result.output
     assert (tmp_path / "tuned.json").exists() == kept

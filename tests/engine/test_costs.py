@@ -73,17 +73,17 @@ def test_on_a_busy_machine_some_processes_measure_and_the_next_takes_what_they_f
 
 @pytest.mark.usefixtures("_steady")
 def test_a_curve_that_steps_disprove_is_dropped_from_the_disk(folder: Path) -> None:
-    """By made-up times: eight nodes take ten times what one does, or what the file says."""
+    """By made-up times of sizes that are always measured: 16 nodes take a hundred times what the file says."""
     one = target()
     curve = costs.cost_curve(one)
     (file,) = folder.iterdir()
     governor = new_governor(one, EmptyDrafter())
     for _ in range(8):
         governor.costs.verified(1, 1, curve.seconds[1])
-        governor.costs.verified(1, 8, curve.seconds[8])
+        governor.costs.verified(1, 4, curve.seconds[4])
     assert file.exists()
     for _ in range(8):
-        governor.costs.verified(1, 12, 100 * curve.seconds[12])
+        governor.costs.verified(1, 16, 100 * curve.seconds[16])
     assert not file.exists()
     assert governor.costs.verify(1, 16) / governor.costs.verify(1, 1) > 10
     costs.cost_curve(one)
@@ -117,7 +117,7 @@ def kept(curve: str) -> str:
 def signed(text: str) -> str:
     """A file with this content and the digest that belongs to it."""
     content = json.loads(text)
-    return json.dumps({**content, "digest": costs._digest(content)})
+    return json.dumps({**content, "digest": costs.digest_of(content)})
 
 
 @pytest.mark.usefixtures("_steady")

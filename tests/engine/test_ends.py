@@ -13,6 +13,7 @@ from test_broken_steps import NAMED as METHODS_BY_NAME
 from test_broken_steps import completed, given, mark_of
 
 from drafting import made
+from engines import engine_of
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.drafters.lookup.ngram import NGramDrafter
@@ -78,7 +79,7 @@ PHASES: dict[str, Callable[[Engine, str], bool]] = {
 @pytest.mark.parametrize("config", METHODS)
 def test_aborts_in_every_phase_harm_nobody(config: Any, tmp_path: Path) -> None:
     llm = base().with_speculative_config(completed(config, tmp_path))
-    engine = llm._new_engine()
+    engine = engine_of(llm)
     for victim, (phase, has_come) in zip((2, 1, 0), PHASES.items(), strict=True):
         rows = [engine.add_request(prompt, params(), str(i))[0] for i, prompt in enumerate(PROMPTS)]
         is_seen = False

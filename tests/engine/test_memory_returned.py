@@ -13,6 +13,7 @@ from test_memory_limits import text as long_text
 from test_memory_plan import DRAFTERS, make_counted, params, text
 
 from drafting import made
+from engines import engine_of
 from foredraft import LLM, SamplingParams
 from foredraft.config.engine import EngineConfig
 from foredraft.engine import engine as engine_module
@@ -91,9 +92,9 @@ def test_an_idle_llm_gives_back_what_a_long_call_has_taken(monkeypatch: pytest.M
     has_rested = threading.Event()
     monkeypatch.setattr(frontend, "IDLE_SECONDS", 0.05)
     llm = LLM("zoo:tiny", "draft_model", num_cached_prefixes=2)
-    runner = llm._runner
-    release = runner.engine.release_memory
-    monkeypatch.setattr(runner.engine, "release_memory", lambda: (release(), has_rested.set()))
+    engine = engine_of(llm)
+    release = engine.release_memory
+    monkeypatch.setattr(engine, "release_memory", lambda: (release(), has_rested.set()))
     prompts = [{"prompt_token_ids": [5 + i, 6, 7] * (300 if i == 0 else 3)} for i in range(5)]
 
     def answers() -> list[list[int]]:

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import foredraft
+from engines import engine_of
 from foredraft import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from foredraft.cli.options import SamplingOptions
 from foredraft.config.structured import MAX_CHARACTERS
@@ -324,7 +325,7 @@ def test_what_came_of_a_choice_is_drafted_when_it_comes_again(method: str, kind:
         )
         least = 0 if (name, kind) == ("grammar_guess", "sampled") else 10  # of those, most would be wrong
         assert least < accepted <= drafted
-    acceptance = llm(method)._runner.engine.acceptance
+    acceptance = engine_of(llm(method)).acceptance
     assert all(acceptance.rate("grammar", depth, 1.0) > 0.99 for depth in range(1, 9))
 
 
@@ -526,9 +527,15 @@ def test_a_step_costs_what_a_draft_takes_however_long_the_forced_text_is(
 ) -> None:
     """It was computed to its end in every step, in time and memory that grew with the square of its length."""
     looked_at, written_out = [], []
-    forced_byte, tokens = Vocabulary.forced_byte, Vocabulary._tokens
+    forced_byte, text = Vocabulary.forced_byte, Vocabulary.text
     monkeypatch.setattr(Vocabulary, "forced_byte", lambda *given: looked_at.append(1) or forced_byte(*given))
-    monkeypatch.setattr(Vocabulary, "_tokens", lambda *given: written_out.append(len(given[-1])) or tokens(*given))
+
+    def counted(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes | None:
+        found = text(vocabulary, tokens)
+        written_out.append(len(found or b""))
+        return found
+
+    monkeypatch.setattr(Vocabulary, "text", counted)
     made = grammars()
     for length in (1_000, 10_000, 100_000):
         row = made.matching(StructuredOutputs(**LONG[way](long_text(length))))

@@ -15,6 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from foredraft import speculate
+from foredraft.loading.adapters import shared_adapter
+from foredraft.native.build import cpp_compiler
+from foredraft.native.library import library
 from foredraft.testing import perturbed, toy_model
 
 EOS, PAD = 7, 3
@@ -201,3 +204,30 @@ def test_half_and_single_precision(dtype: torch.dtype) -> None:
     assert errors[0] <= 1.5 * errors[1] + 1e-5 * float(truth.std())
     if dtype == torch.float32:
         assert torch.equal(ours.sequences, theirs.sequences)
+
+
+# -- compiled layers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library() is None or cpp_compiler() is None, reason="layers are compiled for the CPU, in C++")
+def test_compiled_layers_give_the_sequences_of_generate_and_follow_the_model() -> None:
+    """A model whose weights or hooks change after the first call is decoded as it is now."""
+    model, hook = toy_model(), speculate("ngram", execution="compiled")
+    ids = torch.tensor([[10, 11, 12] * 20, [20, 21, 22] * 20])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    first = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, custom_generate=hook), first)
+    execution = shared_adapter(model, "compiled").target.execution
+    assert execution.num_compiled == model.config.num_hidden_layers, execution.describe()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1.0)
+    changed = model.generate(ids, **options)
+    assert not torch.equal(changed, first)
+    assert torch.equal(model.generate(ids, **options, custom_generate=hook), changed)
+    handle = model.model.layers[0].register_forward_hook(lambda _module, _args, output: 0.5 * output)
+    hooked = model.generate(ids, **options)
+    assert not torch.equal(hooked, changed)
+    assert torch.equal(model.generate(ids, **options, custom_generate=hook), hooked)
+    handle.remove()
+    assert torch.equal(model.generate(ids, **options, custom_generate=hook), changed)

@@ -247,3 +247,8 @@ def test_two_streamers_are_one_too_many() -> None:
 
     with pytest.raises(ConfigError, match="got a streamer"):
         run(streamer=Silent(), hook=speculate("ngram", streamer=Silent()))
+
+
+def test_an_unknown_execution_is_refused_before_any_model_is_there() -> None:
+    with pytest.raises(ConfigError, match=r"execution='compild' is unknown.*compiled"):
+        speculate("ngram", execution="compild")

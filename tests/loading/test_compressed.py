@@ -435,5 +435,5 @@ def test_steps_that_do_not_meet_zero_have_no_place_in_the_layout(tmp_path: Path)
 @needs_kernels
 def test_layers_that_are_no_linears_have_no_place_in_the_layout(tmp_path: Path) -> None:
     model = ARCHITECTURES["gpt2"].build(dtype=torch.float32)
-    with pytest.raises(ConfigError, match="is a Conv1D, but compressed-tensors only supports Linear"):
+    with pytest.raises(ConfigError, match="is not a plain linear layer"):
         LLM(model, quantization="int8").save_quantized(tmp_path / "q")

@@ -24,7 +24,7 @@ from transformers import (
 from foredraft import LLM, SamplingParams, zoo
 from foredraft.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
 from foredraft.loading.info import eos_token_ids
-from foredraft.loading.models import _is_on, choose_device, load_model, load_tokenizer
+from foredraft.loading.models import choose_device, is_on, load_model, load_tokenizer
 from foredraft.loading.pairing import check_same_tokenizer, check_vocab_sizes
 from foredraft.loading.sources import resolve
 from foredraft.model.dtypes import choose_dtype
@@ -312,15 +312,15 @@ def test_bfloat16_is_kept_where_kernels_of_the_library_multiply_all_weights(
 
 
 @pytest.mark.parametrize(
-    ("own", "wanted", "is_on"),
+    ("own", "wanted", "expected"),
     [
         *(("cpu", "cpu", True), ("cpu", "cuda", False), ("cuda:1", "cuda", True)),
         *(("cuda:1", "cuda:1", True), ("cuda:0", "cuda:1", False)),
     ],
 )
-def test_a_loaded_model_is_where_it_is_wanted_or_not(own: str, wanted: str, is_on: bool) -> None:
+def test_a_loaded_model_is_where_it_is_wanted_or_not(own: str, wanted: str, expected: bool) -> None:
     """One on the first GPU was taken for one on the second."""
-    assert _is_on(torch.device(own), torch.device(wanted)) == is_on
+    assert is_on(torch.device(own), torch.device(wanted)) == expected
 
 
 @pytest.mark.parametrize("names_dtype", [True, False], ids=["config", "weights"])
@@ -483,7 +483,7 @@ def test_loaded_models_without_tokenizers_are_compared_by_size() -> None:
     target, drafter = toy_model(64), toy_model(64, seed=1)
     llm = LLM(target, {"model": drafter})
     assert llm.generate([[1, 2]], GREEDY)[0].finished
-    with pytest.raises(TokenizerMismatchError, match="64 token ids and the drafter LlamaForCausalLM 80"):
+    with pytest.raises(TokenizerMismatchError, match="64 token ids and its drafter, the llama model, has 80"):
         LLM(target, {"model": toy_model(80)})
 
 

@@ -156,9 +156,7 @@ def test_merged_and_disabled_adapters_are_refused() -> None:
 
 def test_a_wrapper_is_told_to_come_unwrapped() -> None:
     model = wrapped("lora")
-    with pytest.raises(
-        UnsupportedModelError, match=r"a PeftModel around a LlamaForCausalLM.* model\.base_model\.model\."
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"a PeftModel around the llama model.* model\.base_model\.model\."):
         LLM(model)
     assert model.base_model.model is model.get_base_model()
 

@@ -105,7 +105,7 @@ def test_switched_and_merged_adapters_are_followed(face: str) -> None:
 
 def large(lm: CausalLM) -> list[int]:
     """Packed matrices of the model itself; those of adapters are as narrow as their rank, together if active."""
-    return [id(each.matrix) for each in lm.execution._products if min(each.layers[0].weight.shape) > 16]
+    return [id(each.matrix) for each in lm.execution.products if min(each.layers[0].weight.shape) > 16]
 
 
 def test_a_switch_packs_nothing_again_and_probes_each_adapter_once() -> None:

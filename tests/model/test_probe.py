@@ -20,6 +20,7 @@ from architectures import ALWAYS, ARCHITECTURES, Architecture, but_variants, in_
 from foredraft import zoo
 from foredraft.errors import ProbeError
 from foredraft.model import lm as model_module
+from foredraft.model.execution import execution as execution_of
 from foredraft.model.execution.execution import Execution
 from foredraft.model.execution.native_program import NativeProgram
 from foredraft.model.lm import CausalLM
@@ -31,7 +32,7 @@ from foredraft.model.reference import relative_error
 from foredraft.model.support import cache_argument
 from foredraft.native.packed_matmul import NativeMatrix
 from foredraft.testing import strengthen, toy_model
-from mutants import with_arguments
+from mutants import Call, with_arguments, with_result
 from mutations import Patch, shifts_positions, shows_siblings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -332,16 +333,16 @@ def test_a_graph_that_ignores_its_positions_loses_trees(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_with_the_weights_of_another_is_found(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, however many layers surround it."""
-    pack = Execution._pack
 
-    def wrong(self: Execution, *options: Any) -> None:
-        pack(self, *options)
-        first, second = (layer.self_attn for layer in self.model.model.layers[4:6])
-        first.q_proj.forward, second.q_proj.forward = second.q_proj.forward, first.q_proj.forward
+    def exchanged(execution: Execution, _: Call) -> Execution:
+        if execution.kind == "packed":
+            first, second = (layer.self_attn for layer in execution.model.model.layers[4:6])
+            first.q_proj.forward, second.q_proj.forward = second.q_proj.forward, first.q_proj.forward
+        return execution
 
     architecture = deep(ARCHITECTURES["llama"], 8)
     model = architecture.build("sdpa", DTYPES[dtype])
-    monkeypatch.setattr(Execution, "_pack", wrong)
+    with_result(execution_of, "apply_execution", exchanged)(monkeypatch)
     monkeypatch.setattr(Execution, "record", lambda *_: None)  # whose programs are another check's
     with pytest.raises(ProbeError, match=r"layer model.layers.[45].self_attn.q_proj of .* execution=\"eager\""):
         load(model, "packed")
@@ -439,7 +440,7 @@ def test_a_model_that_no_fault_moves_is_said_to_prove_nothing(caplog: pytest.Log
         lm = load(model)
     assert {check.verdict for check in lm.probe.checks} == {"unclear"}
     assert lm.probe.invisible == ("positions", "masks")
-    assert "LlamaForCausalLM hardly reacts to a wrong mask" in caplog.text
+    assert "the llama model hardly reacts to a wrong mask" in caplog.text
 
 
 def test_a_model_without_positions_needs_none() -> None:

@@ -25,6 +25,7 @@ from foredraft.native.abi import MOST_NODES
 from foredraft.testing import hostile_kernels
 from foredraft.tree import DraftTree
 from harness import random_ids
+from instruction_sets import limit_to
 
 DTYPES = [torch.bfloat16, torch.float32]
 ROUNDED = [(torch.float32, "bfloat16"), (torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.float16, "int8")]
@@ -59,7 +60,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("no kernels here")
     if native.library(request.param) is None:
         pytest.fail(f"no kernels were made for {request.param}")
-    monkeypatch.setattr(native, "instruction_set", lambda: request.param)
+    limit_to(request.param, monkeypatch)
     return str(request.param)
 
 

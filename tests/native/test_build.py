@@ -60,9 +60,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         run(command)
 
     monkeypatch.setattr(compiler, "run", counted)
-    compiling._tell_not_kept.cache_clear()
     yield made
-    compiling._tell_not_kept.cache_clear()
     assert list(made.temporary.iterdir()) == []
 
 

@@ -15,6 +15,7 @@ from foredraft.native import library as native
 from foredraft.native.abi import MOST_NODES
 from foredraft.native.attention import DecodeAttention
 from foredraft.native.packed_matmul import NativeMatrix
+from fresh import forget_kernels
 
 HALF = torch.bfloat16
 SETS = list(native.OPTIONS)
@@ -350,7 +351,7 @@ class TestLibrary:
     @pytest.fixture(autouse=True)
     def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-        monkeypatch.setattr(native, "_libraries", {})
+        forget_kernels(monkeypatch)
 
     @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
     def test_without_a_compiler_that_works_there_is_none(

@@ -13,6 +13,7 @@ import pytest
 from foredraft.folders import cache_folder
 from foredraft.native import build, compiler
 from foredraft.native import library as native
+from fresh import forget_kernels
 
 INSTRUCTION = native.instruction_set()
 
@@ -43,7 +44,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wheel]:
     """Nothing is loaded yet, nothing is kept, and there is no compiler."""
     made = Wheel(tmp_path / "precompiled")
     monkeypatch.setattr(build, "WHEEL", made.folder)
-    monkeypatch.setattr(native, "_libraries", {})
+    forget_kernels(monkeypatch)
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "/nowhere/c++")
     build.why_not_precompiled.cache_clear()
@@ -58,17 +59,23 @@ def test_they_are_taken_without_a_compiler_and_nothing_is_kept(wheel: Wheel) -> 
     assert not cache_folder("native").exists()
 
 
+def keep(made: Path, kept: Path) -> None:
+    """Put a library where libraries that were compiled here are kept, with its digest beside it."""
+    kept.parent.mkdir(parents=True)
+    shutil.copyfile(made, kept)
+    kept.with_suffix(".sha256").write_text(build.file_digest(kept))
+
+
 def test_they_come_before_what_was_compiled_here(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert INSTRUCTION is not None
     kept = cache_folder("native", f"kernels-{INSTRUCTION.lower()}-{build.library_digest(INSTRUCTION)}.so")
-    kept.parent.mkdir(parents=True)
-    build._keep(wheel.file, kept)
+    keep(wheel.file, kept)
     found = native.library()
     assert found is not None
     assert found.origin == "wheel"
     wheel.file.unlink()
     build.why_not_precompiled.cache_clear()
-    monkeypatch.setattr(native, "_libraries", {})
+    forget_kernels(monkeypatch)
     found = native.library()
     assert found is not None
     assert found.origin == "compiler"
@@ -124,8 +131,7 @@ def test_one_that_the_system_cannot_load_is_compiled_here(wheel: Wheel, monkeypa
     made = wheel.folder.parent / "made.so"
     made.write_bytes(whole)
     kept = cache_folder("native", f"kernels-{INSTRUCTION.lower()}-{build.library_digest(INSTRUCTION)}.so")
-    kept.parent.mkdir(parents=True)
-    build._keep(made, kept)
+    keep(made, kept)
     found = native.library()
     assert found is not None
     assert found.origin == "compiler"

@@ -82,7 +82,7 @@ def test_an_end_of_text_that_is_no_token_id_is_refused(eos: Any) -> None:
     """True ended texts at token 1."""
     model = toy_model(VOCAB_SIZE)
     model.generation_config.eos_token_id = eos
-    with pytest.raises(ConfigError, match=r"generation_config\.eos_token_id of LlamaForCausalLM is .* or to None"):
+    with pytest.raises(ConfigError, match=r"generation_config\.eos_token_id of the llama model is .* or to None"):
         LLM(model)
 
 

@@ -174,24 +174,30 @@ def test_what_is_not_a_template_is_told_apart(own: PreTrainedTokenizerBase, temp
         chat_text(with_template(own, template), [USER])
 
 
-def test_a_worker_that_somebody_ends_is_replaced() -> None:
-    made = TemplateRenderer()
+def processes(patch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Processes that are started from now on."""
+    found, start = [], subprocess.Popen
+    patch.setattr(subprocess, "Popen", lambda *given, **options: found.append(start(*given, **options)) or found[-1])
+    return found
+
+
+def test_a_worker_that_somebody_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, workers = TemplateRenderer(), processes(monkeypatch)
     assert made.render("{{ a }}", {"a": 1}) == "1"
-    worker = made._worker
-    assert worker is not None
+    (worker,) = workers
     worker.kill()
     worker.wait()
     assert made.render("{{ a }}", {"a": 2}) == "2"
-    assert made._worker is not worker
+    assert len(workers) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes do not show their environment")
 def test_a_worker_does_not_hold_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_API_KEY", "secret")
-    made = TemplateRenderer()
+    made, workers = TemplateRenderer(), processes(monkeypatch)
     made.render("", None)
-    assert made._worker is not None
-    assert b"secret" not in Path(f"/proc/{made._worker.pid}/environ").read_bytes()
+    (worker,) = workers
+    assert b"secret" not in Path(f"/proc/{worker.pid}/environ").read_bytes()
 
 
 @pytest.mark.slow

@@ -45,8 +45,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Some shards, several checkpoints in each."""
-    monkeypatch.setattr(building, "_CHECKPOINT_BYTES", 256)
-    monkeypatch.setattr(corpora, "_BATCH_PIECES", 7)
+    monkeypatch.setattr(building, "CHECKPOINT_BYTES", 256)
+    monkeypatch.setattr(corpora, "BATCH_PIECES", 7)
     return write_corpus(tmp_path / "corpus.jsonl", 200)
 
 
@@ -54,21 +54,46 @@ class Killed(Exception):
     """In the place of the end of the process: nothing is written after it."""
 
 
+class TokenFile:
+    """The token file of a shard that is being written, whose writes a test may replace."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def open_token_files(patch: pytest.MonkeyPatch) -> None:
+    """Open files that tokens are written to as `TokenFile`."""
+    opened = Path.open
+
+    def open_one(path: Path, mode: str = "r", *given: Any, **options: Any) -> Any:
+        file = opened(path, mode, *given, **options)
+        return TokenFile(file) if (path.suffix, mode) == (".tokens", "r+b") else file
+
+    patch.setattr(Path, "open", open_one)
+
+
 def interrupted(corpus: Path, out: Path, patch: pytest.MonkeyPatch, moment: int) -> bool:
     """Build until the n-th write to a token file has reached the disk; whether it came to that."""
     count = 0
-    write = building._Builder._write
+    write = TokenFile.write
 
-    def killing(self: Any, data: bytes) -> None:
+    def killing(self: TokenFile, data: bytes) -> None:
         nonlocal count
         write(self, data)
         count += 1
         if count == moment:
-            self._tokens.flush()  # as the operating system may have done
+            self.flush()  # as the operating system may have done
             raise Killed
 
     with patch.context() as inner:
-        inner.setattr(building._Builder, "_write", killing)
+        open_token_files(inner)
+        inner.setattr(TokenFile, "write", killing)
         try:
             build([corpus], tokenizer(), out, max_shard_tokens=SHARD_TOKENS)
         except Killed:
@@ -177,11 +202,11 @@ def full(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        (building, "_flush"),
+        (os, "fsync"),
         (building, "write_suffix_array"),
         (manifests, "write_json"),
         (building, "write_json"),
-        (building._Builder, "_write"),
+        (TokenFile, "write"),
     ],
     ids=lambda where: where[1] + "-" + where[0].__name__.split(".")[-1],
 )
@@ -200,6 +225,7 @@ def test_a_disk_that_fills_up_anywhere_is_reported_and_the_build_goes_on(
         return full() if count == moment + 1 else original(*arguments, **options)
 
     with monkeypatch.context() as patch:
+        open_token_files(patch)
         patch.setattr(*where, failing)
         message = outcome(corpus, tmp_path / "out")
     if count > moment:  # otherwise it is not written that often

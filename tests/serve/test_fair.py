@@ -93,7 +93,7 @@ def test_what_has_gone_and_not_begun_is_bounded() -> None:
             with queue.entered("h") as last:
                 assert not last.has_gone
             assert not last.granted.done()
-        assert (queue._waiting, queue._num_gone, queue._num_running) == ({}, 0, 0)
+        assert (queue.num_waiting, queue.num_gone, queue.num_running) == (0, 0, 0)
 
     asyncio.run(run())
 

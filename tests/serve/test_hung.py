@@ -167,8 +167,9 @@ class House:
 
     def left(self) -> tuple[int, ...]:
         """Requests, and turns of the queue: those that wait, that have gone and that run."""
-        queue: Any = self.bridge._queue
-        return len(self.bridge._open), len(queue._waiting), queue._num_gone, queue._num_running
+        queue = self.bridge.queue
+        assert queue is not None
+        return self.bridge.num_open, queue.num_waiting, queue.num_gone, queue.num_running
 
     async def ask(self) -> Got:
         return await self.hear(self.submit())

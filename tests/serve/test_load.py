@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines import engine_of
 from foredraft.llm import LLM
 from foredraft.serve.completions import KNOWN
 from foredraft.serve.fields import IGNORED, REFUSED, WITHOUT_EFFECT
@@ -138,7 +139,7 @@ def soak(start: Callable[..., Running], num_requests: int, llm: LLM) -> None:
     figures are what clients have counted.
     """
     served = ServedModels.of(["tiny"], SETTINGS).over(llm)
-    lookup: Any = served.names["lookup"]._runner.engine.drafter
+    lookup: Any = engine_of(served.names["lookup"]).drafter
     sound, draw = lookup.propose_row, random.Random(0)
 
     def failing(*given: Any) -> Any:

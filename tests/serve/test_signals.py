@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foredraft.cli import app
-from foredraft.cli.serve import _keys
+from foredraft.cli.serve import read_keys
 from programs import started
 from serving import MODEL
 
@@ -128,7 +128,7 @@ def test_an_end_around_compiled_code_is_no_abort(signals: int) -> None:
 def test_keys_of_a_file_of_windows(tmp_path: Path) -> None:
     """Editors there put a mark before the text, which no client sends: every request was refused."""
     (tmp_path / "keys").write_bytes("one\r\ntwo é\r\n".encode("utf-8-sig"))
-    assert _keys(None, str(tmp_path / "keys")) == ("one", "two é")
+    assert read_keys(None, str(tmp_path / "keys")) == ("one", "two é")
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from foredraft import StructuredOutputs, zoo
-from foredraft.structured.grammars import ONE_OF, UNFORCED, Grammars, written
+from foredraft.structured.grammars import ONE_OF, UNFORCED, Grammars, check_integers, written
 from foredraft.structured.schemas import MOST_OPTIONAL, MOST_SCHEMAS, prepared, unheld_keywords
 
 llguidance = pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
@@ -215,3 +215,10 @@ def test_schemas_are_limited_in_size() -> None:
         schema = {"oneOf": [schema, {"maximum": 5}, {"minLength": 2}]}
     with pytest.raises(ValueError, match=f"more than {MOST_SCHEMAS} subschemas"):
         prepared(schema, splits_one_of=True)
+
+
+def test_integers_that_end_the_process_are_refused_and_their_neighbours_are_not() -> None:
+    for crashes in ("-9223372036854775808", "-9223372036854775296"):  # both are -2**63 as floating-point numbers
+        with pytest.raises(ValueError, match=f"the integer {crashes} cannot be compiled; write it as {crashes}.0"):
+            check_integers(f'{{"const": {crashes}}}')
+    check_integers('{"enum": [-9223372036854774784, 9223372036854775808, -9223372036854775808.0, -922337203685477580]}')

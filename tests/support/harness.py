@@ -45,6 +45,11 @@ def draft_adapter(name: str) -> CausalLM:
     return CausalLM(draft_model(name, first_attention(name)), execution="eager")
 
 
+def buffers_of(cache: KVCache) -> list[torch.Tensor]:
+    """Keys and values (rows, heads, columns, head_dim) of every layer that has run."""
+    return [buffer for layer in cache.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+
+
 def drafted(trace: Trace) -> Trace:
     """A trace in which drafts were accepted: without any, it would equal plain decoding whatever else is broken."""
     assert trace.num_accepted > 0, "no draft token was accepted"

@@ -140,7 +140,7 @@ class World:
         trees = whole
         if governor is not None and not is_resting:
             for row, tree in zip(rows, whole, strict=True):
-                governor.acceptance.proposed(row, tree, governor._way.title)
+                governor.acceptance.proposed(row, tree, governor.title)
             trees = governor.select(rows, whole)
         for drafted, tree in zip(whole, trees, strict=True):
             if drafted.scores is not None and len(drafted) > 1:

@@ -173,10 +173,10 @@ class Altered:
     """An object that others take for a row: the row itself, but for some attributes."""
 
     def __init__(self, row: Any, **changes: Any) -> None:
-        vars(self).update(changes, _row=row)
+        vars(self).update(changes, _altered=row)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._row, name)
+        return getattr(self._altered, name)
 
 
 def told(drafter: type, change: Callable[[Any], Any]) -> Apply:

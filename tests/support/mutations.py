@@ -18,7 +18,6 @@ from foredraft.engine.stopping import StopChecker
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.masks import Masks
-from foredraft.tree import DraftTree
 from mutants import Call, with_arguments, with_result
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -204,12 +203,14 @@ def _patch_choice(patch: pytest.MonkeyPatch, change: Callable[[Any, Any, int], t
 
 
 def accepts_whatever_was_drafted(patch: pytest.MonkeyPatch) -> None:
-    def match_row(row: Any, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        leaf = tree.leaves[0]
-        return Verdict(tree.path(leaf), int(logits[leaf].argmax()))
+    def to_the_end(_: list[Verdict], call: Call) -> list[Verdict]:
+        ends = [tree.leaves[0] for tree in call.trees]
+        return [
+            Verdict(tree.path(end), int(call.logits[row][end].argmax()))
+            for row, (tree, end) in enumerate(zip(call.trees, ends, strict=True))
+        ]
 
-    patch.setattr(accept, "_match_together", lambda *_: {})
-    patch.setattr(accept, "_match_row", match_row)
+    with_result(accept, "accept", to_the_end)(patch)
 
 
 def rectangle(logits: Any) -> torch.Tensor:
@@ -252,13 +253,7 @@ def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
 def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:
     """The budget counts drafted tokens and forgets the bonus."""
     patch.setattr(Row, "num_remaining_tokens", property(lambda row: row.max_length - len(row.token_ids) + 1))
-    check = StopChecker.check
-
-    def late(self: StopChecker, token: int) -> Any:
-        finish = check(self, token)
-        return None if finish is not None and finish.reason == "length" and self._length == self._max_length else finish
-
-    patch.setattr(StopChecker, "check", late)
+    with_arguments(StopChecker, "__init__", lambda call: {"max_length": call.max_length + 1})(patch)
 
 
 def forgets_history(patch: pytest.MonkeyPatch) -> None:

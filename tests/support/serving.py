@@ -63,7 +63,7 @@ class Running:
     @property
     def num_open(self) -> int:
         """Requests that the bridge has not let go."""
-        return len(self.server.bridge._open)  # type: ignore[attr-defined]
+        return self.server.bridge.num_open  # type: ignore[attr-defined]
 
     def wait_for_rows(self, number: int, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds

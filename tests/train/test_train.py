@@ -130,8 +130,8 @@ def test_a_head_that_predicts_features_begins_by_repeating_the_last_one() -> Non
     """It began as the target's last layer, whose weights are made for states before the norm: 516 nats a token."""
     made, example = recipe("eagle"), examples()[0]
     (streams,) = target_features(eagle_heads.target(), made.layers, [example])
-    embedded = made._target.embedded(torch.tensor([example.token_ids]), torch.float64)
-    given = made._streams(streams)
+    embedded = parts_of(eagle_heads.target(), ()).embedded(torch.tensor([example.token_ids]), torch.float64)
+    given = torch.cat([streams[layer] for layer in made.head.shape.streams], dim=-1).to(torch.float64)
     entries = torch.arange(example.prompt_length - 2, len(example.token_ids) - 2)
     (outputs,) = unrolled(made.head, given[None], embedded, entries[None], 1)
     apart = (outputs - given[entries]).norm() / given[entries].norm()
@@ -175,14 +175,14 @@ def test_hard_loss_and_feature_regression_by_hand() -> None:
 def test_noise_is_on_what_hydra_reads(method: str, is_on_states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No larger than alpha / sqrt(T H), on embeddings and, without a prefix layer, the same on hidden states."""
     made, example = recipe(method), examples()[0]
-    made._noise = 5.0
+    made.noise = 5.0
     seen = []
-    real = made._heads.state
-    monkeypatch.setattr(made._heads, "state", lambda head, given: seen.append(given) or real(head, given))
+    real = made.module.state
+    monkeypatch.setattr(made.module, "state", lambda head, given: seen.append(given) or real(head, given))
     features = target_features(eagle_heads.target(), made.layers, [example])
     with torch.no_grad():
         made.parts([example], features)
-        made._noise = 0.0
+        made.noise = 0.0
         made.parts([example], features)
     on_states, on_embeddings = (seen[0] - seen[SHAPE["num_heads"]]).chunk(2, dim=-1)  # of the first head
     limit = 5.0 / math.sqrt(len(example.token_ids) * on_embeddings.shape[-1])
@@ -262,7 +262,7 @@ def test_texts_side_by_side_have_the_losses_and_gradients_of_one_after_the_other
         for parameter in made.module.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     if method == "eagle":
-        made._noise = 0.0
+        made.noise = 0.0
     alone, own = losses_and_gradients(made, [[example] for example in uneven()])
     together, others = losses_and_gradients(made, side_by_side(uneven(), 100))
     assert alone[0][1] == sum(len(one.token_ids) - 2 - max(0, one.prompt_length - 2) for one in uneven())

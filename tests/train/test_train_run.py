@@ -20,11 +20,12 @@ from foredraft import LLM, SamplingParams, zoo
 from foredraft.cli import app
 from foredraft.errors import CheckpointError, PromptError, UnsupportedModelError
 from foredraft.heads.vocabulary import DraftVocabulary
+from foredraft.loading.info import eos_token_ids
 from foredraft.testing import toy_model
 from foredraft.train.examples import evaluation_digests, is_evaluation
 from foredraft.train.plan import Plan
 from foredraft.train.run import Training
-from foredraft.train.start import frequent_tokens
+from foredraft.train.start import frequent_tokens, parts_of
 from foredraft.zoo.manifest import HEADS, root
 from programs import started
 from toy_heads import narrow_opt
@@ -232,7 +233,7 @@ def test_the_end_of_a_text_can_always_be_drafted(
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     plan = Plan(method=method, out=tmp_path / "out", prompts=tmp_path, raw=True, draft_vocabulary=64)
     run = Training(llm, plan)
-    vocabulary = frequent_tokens(run.examples, 64, run._target)
+    vocabulary = frequent_tokens(run.examples, 64, parts_of(llm.target, eos_token_ids(llm.target.shadow)))
     assert {0, 3} <= set(vocabulary.target_ids.tolist())
     without = DraftVocabulary.of(range(10, 74), vocabulary.target_size)
     monkeypatch.setattr("foredraft.train.run.frequent_tokens", lambda *_: without)

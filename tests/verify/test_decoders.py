@@ -30,10 +30,10 @@ from foredraft.verify import distributions as verify_distributions
 from foredraft.verify.distributions import (
     SHIFT,
     Distribution,
-    _shifted,
     enumerate_distribution,
     judge_samples,
     reference_distribution,
+    shifted,
 )
 from foredraft.verify.draws import DEPTH, FEWEST, draw
 from foredraft.verify.verdict import Finding, holm, logprob_finding
@@ -415,7 +415,7 @@ class Simulated(Subject):
     name = "simulated"
 
     def __init__(self, distribution: Distribution, shift: float, rng: np.random.Generator) -> None:
-        self._texts, self._masses = list(distribution.cells), list(_shifted(distribution, shift).values())
+        self._texts, self._masses = list(distribution.cells), list(shifted(distribution, shift).values())
         self._rng = rng
 
     def samples(self, number: int) -> list[Any]:

@@ -382,15 +382,15 @@ def test_without_locks_the_first_to_finish_wins(site: Site, monkeypatch: pytest.
         raise NotImplementedError
 
     monkeypatch.setattr("foredraft.folders.FileLock.acquire", refuse)
-    convert = conversion._convert
+    check = conversion.checked_file
 
-    def overtaken(manifest: zoo.Manifest, folder: Path) -> None:
-        monkeypatch.setattr(conversion, "_convert", convert)
+    def overtaken(manifest: zoo.Manifest) -> Path:
+        monkeypatch.setattr(conversion, "checked_file", check)
         winner.append(conversion.converted(manifest).stat().st_ino)
-        convert(manifest, folder)
+        return check(manifest)
 
     winner: list[int] = []
-    monkeypatch.setattr(conversion, "_convert", overtaken)
+    monkeypatch.setattr(conversion, "checked_file", overtaken)
     folder = conversion.converted(site.manifest)
     assert [folder.stat().st_ino] == winner
     assert left(folder.parent) == [folder.name]

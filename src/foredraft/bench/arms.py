@@ -21,7 +21,7 @@ from foredraft.model.lm import CausalLM
 
 
 class EngineArm(Arm):
-    """An arm that runs foredraft's engine. Engine and cache live as long as the arm, as in `LLM`.
+    """An arm that runs foredraft's engine. Engine and cache exist as long as the arm, as in `LLM`.
 
     Args:
       config: config of the engine; by default one row at a time.
@@ -98,18 +98,25 @@ class OwnArms:
     """Builder of arms over one model. Other models that a method needs are loaded by name.
 
     Args:
-      loaded: the target model. It may be modified.
-      name: name of the model as given by the user; drafters of a zoo model are found by its name.
-      kv_cache_dtype: see `LLM`.
+      loaded: the target model. The loaded model may be modified.
+      name: name of the model as given by the user. Drafters of a zoo model are found by this name.
+      kv_cache_dtype, activations: see `LLM`.
     """
 
     def __init__(
-        self, loaded: Loaded, name: str, dtype: str, execution: str, exactness: str, kv_cache_dtype: str = "auto"
+        self,
+        loaded: Loaded,
+        name: str,
+        dtype: str,
+        execution: str,
+        exactness: str,
+        kv_cache_dtype: str = "auto",
+        activations: str | None = None,
     ) -> None:
         self._eos = tuple(eos_token_ids(loaded.model))
         self._exactness = exactness
         self.tokenizer = loaded.tokenizer
-        self.target = adapter_of(loaded, execution, kv_cache_dtype)
+        self.target = adapter_of(loaded, execution, kv_cache_dtype, activations)
         zoo_name = name if is_zoo(name) else None
         self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
 

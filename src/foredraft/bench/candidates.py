@@ -9,6 +9,7 @@ from foredraft.config.drafting import FIXED
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.config.written import read_text
 from foredraft.errors import ConfigError
+from foredraft.loading.sources import check_exists
 from foredraft.methods import methods, recognized
 
 logger = logging.getLogger("foredraft")
@@ -31,8 +32,10 @@ def read_candidates(
       is_forced: True to fix draft lengths that the governor would choose. A length policy that the user gives is kept.
 
     Returns: speculative configs by the name shown in tables.
-    Raises: ConfigError for anything that is not a method, and for "auto" without the governor.
+    Raises: ConfigError for anything that is not a method, and for "auto" without the governor; CheckpointError for a
+      draft model that does not exist.
     """
+    check_exists(draft_model)
     found: dict[str, dict[str, Any]] = {}
     for part in split_outside_brackets(text):
         single = (name for name, method in methods().items() if name != "none" and not method.combines)
@@ -92,7 +95,7 @@ def _completed(
 
 
 def _forced(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose draft lengths are fixed if the governor would choose them."""
+    """Return a config with fixed draft lengths, if the governor would choose them."""
     config = SpeculativeConfig.parse(given)
     if config.method == "auto":
         raise ConfigError(

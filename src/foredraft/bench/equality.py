@@ -11,7 +11,8 @@ from foredraft.model.lm import CausalLM
 from foredraft.testing.divergence import token_gap
 
 Gap = Callable[[Sequence[int], Sequence[int], int, int], float]
-"""Function of a prompt, the output so far and two tokens that returns the difference of their logits."""
+"""Function that returns the difference between the logits of two tokens. The arguments are a prompt, the output up to
+the difference, and the two tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,14 @@ class Equality:
 def check(trial: Trial, gap: Gap, reference: str, arms: Sequence[str]) -> list[Equality]:
     """Compare the arms' first outputs with the reference's, row by row.
 
-    The output of a one-row arm may end at EOS while the reference's batch continues. It is compared up to its end.
+    The output of a one-row arm may end at EOS while the reference's batch continues. A shorter output is compared up to
+    its end.
     """
     return [_compared(trial, gap, reference, arm) for arm in arms]
 
 
 def gap_of(target: CausalLM, sampling: Sampling) -> Gap:
-    """Return a function for gaps by a plain forward pass, with the noise of the draw; see
+    """Return a function that measures gaps by a plain forward pass, with the noise of the draw; see
     `foredraft.testing.divergence`."""
     params = sampling.params(1)
     return lambda prompt, output, one, other: token_gap(target, prompt, output, params, 0, (one, other))

@@ -16,7 +16,7 @@ from foredraft.bench.candidates import PLAIN
 from foredraft.bench.equality import Equality, check, gap_of
 from foredraft.bench.outcome import NO_DRAFTING, MethodRow, MethodsOutcome, RefusedMethod
 from foredraft.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
-from foredraft.bench.workload import BenchPrompt, prompts_of_kinds, read_questions, repeated_share
+from foredraft.bench.workload import BenchPrompt, check_kinds, prompts_of_kinds, read_questions, repeated_share
 from foredraft.config.engine import EngineConfig, Guarantee
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.none import EmptyDrafter
@@ -24,6 +24,8 @@ from foredraft.engine.drafter import Drafter
 from foredraft.engine.stats import StepProfile
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.loading.models import load_model
+from foredraft.model.dtypes import check_kv_cache_dtype
+from foredraft.model.execution.execution import check_kind
 from foredraft.progress import Watch
 from foredraft.testing.divergence import NEAR_TIES
 from foredraft.testing.inflation import inflated_from
@@ -34,12 +36,12 @@ _NO_DRAFTING = SpeculativeConfig.parse(NO_DRAFTING)
 
 @dataclass(frozen=True)
 class MethodsSettings:
-    """Settings of a comparison. The defaults are those of ``foredraft bench``.
+    """Settings of a comparison. The defaults equal those of ``foredraft bench``.
 
     Args:
-      num_prompts: total number of prompts, taken from the kinds in turn.
+      num_prompts: total number of prompts. The kinds take turns.
       kinds: kinds of prompts; None for all kinds of the file except "copy".
-      repeats: number of rounds per prompt. A round runs all methods forwards and then backwards.
+      repeats: number of rounds per prompt. In a round, all methods run forwards and then backwards.
       exactness: "default" or "relaxed".
       is_forced: True if the candidates run without the governor; see `read_candidates`.
     """
@@ -102,6 +104,8 @@ class Methods:
       model: see `LLM`.
       say: function that is called with the current activity.
 
+    The settings are checked before the model is loaded.
+
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
 
@@ -115,23 +119,29 @@ class Methods:
         quantization: str | None = None,
         weights: str | None = None,
         kv_cache_dtype: str = "auto",
+        activations: str | None = None,
     ) -> None:
         self.settings = settings
         self._say = say
+        check_kind(settings.execution)
+        check_kv_cache_dtype(kv_cache_dtype)
+        EngineConfig(exactness=settings.exactness)  # checks the name
+        self._questions = read_questions(settings.prompts_file)
+        check_kinds(self._questions, settings.kinds)
         loaded = load_model(model, dtype=dtype, quantization=quantization, weights=weights)
         self.label = describe(loaded.model)
-        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, kv_cache_dtype)
+        rounding = kv_cache_dtype, activations
+        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness, *rounding)
         self.target = self._arms.target
 
     @cached_property
     def prompts(self) -> list[BenchPrompt]:
-        """Prompts of the kinds in turn. Prompts that leave no room for the output are skipped.
+        """Prompts, of all kinds in turn. Prompts that leave no room for the output are skipped.
 
         Raises: ConfigError if no prompt remains, or if there is no prompt of a kind.
         """
         settings, context = self.settings, self.target.context_length
         room = None if context is None else context - settings.max_new_tokens
-        questions = read_questions(settings.prompts_file)
         ending, answering = (
             replace(settings.sampling, temperature=0.0, ignore_eos=False),
             self._arms.arm(PLAIN, _NO_DRAFTING),
@@ -140,7 +150,7 @@ class Methods:
         def answer(ids: tuple[int, ...]) -> tuple[int, ...]:
             return answering.run(ids, settings.max_new_tokens, ending).token_ids
 
-        found = prompts_of_kinds(self._arms.tokenizer, questions, settings.kinds, room, answer)
+        found = prompts_of_kinds(self._arms.tokenizer, self._questions, settings.kinds, room, answer)
         prompts = list(islice(found, settings.num_prompts))
         if not prompts:
             raise ConfigError(
@@ -156,7 +166,7 @@ class Methods:
 
         Args:
           candidates: speculative configs by name; see `read_candidates`.
-          on_prompt: function that is called after every prompt with the results so far.
+          on_prompt: function that is called after every prompt with the current results.
 
         Raises: ConfigError if no method can be used.
         """
@@ -180,7 +190,8 @@ class Methods:
         return outcome(trial)
 
     def _contenders(self, candidates: Mapping[str, Mapping[str, Any]]) -> tuple[list[Contender], list[RefusedMethod]]:
-        """Return the candidates whose drafter can be made, each warmed up, and the others with the reason."""
+        """Return the candidates whose drafter can be made, each after a first run, and the other candidates with the
+        reason."""
         contenders: list[Contender] = []
         refused = []
         for place, (name, given) in enumerate(candidates.items()):

@@ -27,7 +27,7 @@ _LOOPING = 0.25
 """Share of repeated text above which lookup methods look better than they are."""
 
 _HELD_BACK = 0.5
-"""Share of steps decoded plainly by the governor above which a method's figures say little about its drafts."""
+"""Share of steps that the governor decodes plainly, above which the figures of a method say little about its drafts."""
 
 _SHOWN_PER_KIND = 3
 
@@ -42,7 +42,8 @@ class RefusedMethod:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """The results of one method. Figures are None if its tokens differ from plain decoding or nothing was timed.
+    """The results of one method. Figures are None if the method's tokens differ from plain decoding, or if nothing was
+    timed.
 
     Args:
       given: the speculative config.
@@ -51,9 +52,9 @@ class MethodRow:
       tokens_per_step: tau, bonus included.
       nodes_per_step: verified nodes per step, pending token included.
       draft_seconds: seconds per step for proposing and observing.
-      memory_bytes: growth of the process when the method was loaded and first run, its own key-value cache of the
-        target included; None if the system does not report it.
-      equality: comparison of its tokens with plain decoding; None if only the distribution is the same.
+      memory_bytes: growth of the process when the method was loaded and first run. It includes the method's own
+        key-value cache of the target. None if the system does not report it.
+      equality: comparison of the method's tokens with plain decoding; None if only the distribution is the same.
       lossless: True if the acceptance rule keeps the distribution of the target.
       drafted_share: share of the steps that verified a draft.
       governed_share: share of the steps in which the governor decided to decode plainly.
@@ -214,7 +215,8 @@ _REFUSED_COLUMNS = (
 
 
 def governor_note(rows: Iterable[MethodRow]) -> str | None:
-    """Return a note on the methods that the governor let draft in under half of the steps; None if there are none."""
+    """Return a note on the methods that drafted in under half of the steps because of the governor; None if there are
+    none."""
     held_back = [row for row in rows if row.governed_share > _HELD_BACK]
     if not held_back:
         return None

@@ -19,7 +19,7 @@ from foredraft.bench.provenance import provenance
 from foredraft.folders import keep_json, write_atomically
 
 QUIET_SHARE = 0.1
-"""Share of the processors used by other processes above which timings are not reliable."""
+"""Largest share of the processors that other processes may use; above it, timings are not reliable."""
 
 NOTHING = "-"
 """Cell of a table where nothing was timed."""
@@ -44,7 +44,7 @@ class Column:
 def table(title: str, columns: Sequence[Column], rows: Iterable[Any], *, is_wide: bool = False) -> Group:
     """Return a table under a title that may be wider than the table.
 
-    There are no lines between narrow columns, text is wrapped and nothing is cut off, so 80 columns are enough.
+    The table has no lines between narrow columns. Text is wrapped and never cut off, so 80 columns are enough.
 
     Args:
       is_wide: True to leave space beside every column.
@@ -71,10 +71,11 @@ def show(console: Console, parts: Iterable[Group | Text]) -> None:
 
 @dataclass
 class Report:
-    """The results of one benchmark, shown and written as they arrive, so that an interrupted run keeps what it has.
+    """The results of one benchmark. Results are shown and written as they arrive, so that an interrupted run keeps
+    them.
 
-    A file whose name ends in .jsonl contains a line of JSON for the conditions and one for every result, with its name
-    under "result". Any other file contains one JSON object.
+    A file whose name ends in .jsonl contains a line of JSON for the conditions and one for every result. Each result
+    has its name under "result". Any other file contains one JSON object.
 
     Args:
       output: file for the results; None for none.
@@ -88,7 +89,7 @@ class Report:
     _conditions: tuple[str, ...] = ()
 
     def begin(self, settings: Any, **more: Any) -> None:
-        """Record the conditions of the measurement: ``models``, ``dtype``, ``execution`` and others.
+        """Record the conditions of the measurement: ``models``, ``dtype``, ``execution`` and so on.
 
         Args:
           settings: a dataclass with ``prompts_file``.
@@ -126,7 +127,7 @@ class Report:
             )
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the conditions, then every result."""
+        """Yield the conditions, and after them every result."""
         yield {"result": "conditions", **{name: self.results[name] for name in self._conditions}}
         for name, found in self.results.items():
             if name not in self._conditions:

@@ -61,11 +61,11 @@ class Sampling:
 class Run:
     """The result of one arm on one prompt, or on a group of prompts decoded as rows of a batch.
 
-    Decoding is everything after the first emission. Only its time and tokens are compared, so the cost of prefill is
-    left out. The tokens of the first emission do not count as decoded.
+    Decoding is everything after the first emission. Only decoding is compared, so the cost of prefill is left out. The
+    tokens of the first emission do not count as decoded.
 
     Args:
-      token_ids: tokens of the output; for a group, those of all rows one after another.
+      token_ids: tokens of the output. For a group, the tokens of all rows, one row after another.
       num_first: number of tokens in the first emission, or of tokens emitted before all rows of a group were prefilled.
       first_seconds: seconds from the request to the first emission, including the prefill of target and drafter.
       decode_seconds: seconds from the first emission to the end.
@@ -86,7 +86,7 @@ class Run:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], started: float, emissions: Sequence[tuple[float, int]], **more: Any) -> Run:
-        """Return a run from its emissions, each with its time and its number of tokens."""
+        """Return a run from its emissions. Each emission has a time and a number of tokens."""
         times = [moment for moment, _ in emissions]
         steps = tuple(later - earlier for earlier, later in pairwise(times))
         first, last = times[0], times[-1]
@@ -144,7 +144,7 @@ class Trial:
     other_cpu_share: float = 0.0
 
     def first(self, count: int) -> Trial:
-        """Return the trial restricted to its first prompts."""
+        """Return the trial restricted to a number of first prompts."""
         runs = {arm: found[:count] for arm, found in self.runs.items()}
         return Trial(self.prompts[:count], self.sampling, self.max_new_tokens, runs, self.other_cpu_share)
 
@@ -190,7 +190,7 @@ class Comparison:
     num_prompts: int
 
     def __str__(self) -> str:
-        """Return the ratio and its interval for tables; only the ratio for one prompt, and a dash for none."""
+        """Return the ratio and its interval for tables. For one prompt, return the ratio alone; for none, a dash."""
         if self.num_prompts == 0:
             return "-"
         return f"{self.ratio:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.num_prompts > 1 else "")
@@ -210,7 +210,8 @@ def interleave(
     A short warm-up of every arm comes first. Garbage is collected between the runs and never during one.
 
     Args:
-      on_prompt: function that is called after every prompt with the trial so far, for progress and partial results.
+      on_prompt: function that is called after every prompt with the finished part of the trial, for progress and
+        partial results.
       own_cpu_seconds: function that returns the processor seconds of the measured process, to separate the load of
         others.
     """
@@ -281,7 +282,7 @@ def _other_load(own_cpu_seconds: Callable[[], float]) -> Callable[[], float]:
 
 
 def _cpu_seconds() -> float | None:
-    """Return the processor seconds of the machine so far; None without /proc/stat."""
+    """Return the processor seconds that the machine has used; None without /proc/stat."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:

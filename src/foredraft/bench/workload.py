@@ -46,19 +46,28 @@ def read_questions(path: Path | None = None) -> list[PromptLine]:
 
 
 def _name(line: PromptLine) -> str:
-    """Return the kind and the number of a prompt; the number is ``question_id`` if the file has it."""
+    """Return the kind and the number of a prompt. The number is ``question_id`` if the file has that key."""
     named = line.keys.get("question_id")
     return f"{line.category}-{named if isinstance(named, int) else line.number}"
 
 
 def select(questions: Iterable[PromptLine], num_prompts: int, *, copying: bool = False) -> list[PromptLine]:
-    """Return the first prompts of every kind in turn, so that few prompts still cover all kinds."""
+    """Return the first prompts of every kind, with the kinds in turn, so that a small number of prompts covers all
+    kinds."""
     by_kind: dict[str, list[PromptLine]] = {}
     for question in questions:
         if (question.category == COPY) == copying:
             by_kind.setdefault(question.category, []).append(question)
     in_turn = [question for turn in zip_longest(*by_kind.values()) for question in turn if question is not None]
     return in_turn[:num_prompts]
+
+
+def check_kinds(questions: Iterable[PromptLine], kinds: Sequence[str] | None) -> None:
+    """Raise ConfigError for a kind that no question has. The kind "again" is made from the other questions."""
+    known = (*dict.fromkeys(question.category for question in questions), AGAIN)
+    for kind in kinds or ():
+        if kind not in known:
+            raise ConfigError(f"no prompt is of the kind {kind!r}; choose among {', '.join(known)}")
 
 
 def prompts_of_kinds(
@@ -68,7 +77,7 @@ def prompts_of_kinds(
     room: int | None,
     answer: Callable[[tuple[int, ...]], Sequence[int]],
 ) -> Iterator[BenchPrompt]:
-    """Yield prompts of the kinds in turn, created on demand.
+    """Yield prompts, with the kinds in turn. The prompts are created on demand.
 
     Args:
       kinds: kinds of prompts; None for all kinds of the questions except "copy". The kind "again" is made with
@@ -78,11 +87,9 @@ def prompts_of_kinds(
 
     Raises: ConfigError for a kind that no question has.
     """
-    known = list(dict.fromkeys(question.category for question in questions))
+    check_kinds(questions, kinds)
+    known = dict.fromkeys(question.category for question in questions)
     wanted = kinds or [kind for kind in known if kind != COPY]
-    unknown = [kind for kind in wanted if kind not in (*known, AGAIN)]
-    if unknown:
-        raise ConfigError(f"no prompt is of the kind {unknown[0]!r}; choose among {', '.join((*known, AGAIN))}")
 
     def of(kind: str) -> Iterator[BenchPrompt]:
         if kind == AGAIN:

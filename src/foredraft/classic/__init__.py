@@ -1,6 +1,6 @@
 """The plain functions of the original description, as thin wrappers over parts of the engine. See docs/classic.md.
 
-`install` makes them importable under the module names of the original listings.
+`install` makes the functions importable under the module names of the original listings.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ PACKAGES = ("ngram_assisted", "sampling", "utils")
 def install() -> None:
     """Make ``ngram_assisted``, ``sampling`` and ``utils`` importable as the packages of `foredraft.classic`.
 
-    Call it before these imports. It affects the whole process, and a second call changes nothing.
+    Call ``install`` before these imports. ``install`` affects the whole process, and a second call changes nothing.
 
-    Raises: ConfigError if one of the names belongs to another module, which would be hidden. Then nothing is installed.
+    Raises: ConfigError if one of the names belongs to another module, which would be hidden. If an error is raised,
+      nothing is installed.
     """
     packages = {name: import_module(f"foredraft.classic.{name}") for name in PACKAGES}
     for name, package in packages.items():

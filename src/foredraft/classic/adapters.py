@@ -61,7 +61,7 @@ def ready(model: Model) -> Adapter | PlainModule:
 def opened(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers that do not change its output: compilation, data parallelism, peft's adapters.
 
-    These wrappers are kept: wrappers with hooks, peft models that change inputs (virtual tokens) or weigh adapters by
+    Some wrappers are kept: wrappers with hooks, peft models that change inputs (virtual tokens) or weigh adapters by
     the text, and any other module around a model.
     """
     while True:
@@ -97,19 +97,20 @@ _TOLERANCE = 32  # largest difference of logits between forwards of two lengths,
 
 
 class PlainModule:
-    """A module that returns logits for token ids without a cache, and the facts that a test call shows.
+    """A module that returns logits for token ids without a cache, and its properties as found by a test call.
 
     Args:
-      module: called with int64 (B, T), by the name ``input_ids`` if that is not the first argument. It returns logits
-        (B, T, V), an object with ``.logits``, or a tuple that begins with the logits.
+      module: called with int64 (B, T), by the name ``input_ids`` if that is not the first argument. The module returns
+        logits (B, T, V), an object with ``.logits``, or a tuple that begins with the logits.
 
     Attributes:
-      name: name of its class.
-      vocab_size: V of its logits.
-      num_embeddings: number of token ids that it can read: rows of its input embedding, or V if that is unknown.
-      context_length: context length of its config, or of an attribute (``max_position_embeddings``,
+      name: name of the module's class.
+      vocab_size: V, the size of the module's logits.
+      num_embeddings: number of token ids that the module can read: the rows of its input embedding, or V if that is
+        unknown.
+      context_length: context length from the module's config or from an attribute (``max_position_embeddings``,
         ``max_context_length``); None if unknown.
-      device: device of its first parameter or buffer, else its attribute ``device``, else the CPU.
+      device: device of the module's first parameter or buffer, else its attribute ``device``, else the CPU.
 
     Raises: UnsupportedModelError if the call fails, or if the logits are not one row per token, depend on later tokens,
       or change from call to call.
@@ -128,7 +129,7 @@ class PlainModule:
 
     @property
     def model(self) -> PlainModule:
-        """The model of the reader, as in `Reader`: the object itself."""
+        """The model of the reader, as in `Reader`. A plain module is its own model."""
         return self
 
     def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
@@ -158,7 +159,7 @@ class PlainModule:
         return logits[:, ids.shape[1] - num_last :]
 
     def say_once(self) -> None:
-        """Warn once that there is no cache to keep."""
+        """Warn, once, that the model has no cache, so that ``use_cache`` has no effect."""
         if not self._was_said:
             self._was_said = True
             warnings.warn(
@@ -216,7 +217,8 @@ _known: weakref.WeakKeyDictionary[Model, PlainModule] = weakref.WeakKeyDictionar
 
 
 def plain_module(module: Model) -> PlainModule:
-    """Return the `PlainModule` of a module, which is tested once and kept as long as the module lives. Thread-safe.
+    """Return the `PlainModule` of a module. The module is tested once, and the result is kept while the module exists.
+    Thread-safe.
 
     Raises: UnsupportedModelError.
     """

@@ -33,8 +33,8 @@ def reader_of(model: Model, *, keeps_cache: bool) -> TextReader:
 class Reader:
     """A reader that returns logits after the last tokens of a text and feeds only tokens that are not in the cache.
 
-    The tokens in the cache are compared with the text, and what differs is rolled back first. So there is no count of
-    accepted or rejected tokens that could be wrong.
+    The tokens in the cache are compared with the text, and the cache is rolled back to the first difference. No count
+    of accepted or rejected tokens is needed, so none can be wrong.
 
     Args:
       adapter: adapter of the model.
@@ -65,7 +65,7 @@ class Reader:
         """Return logits (B, V) after texts of one length, of which only the last token is fed.
 
         Args:
-          parents: for every text, the row of the previous call whose text is this one without its last token.
+          parents: for every text, the row of the previous call that contains the text without its last token.
         """
         self._cache.reorder(parents)
         nodes = Nodes.from_chains([text[-1:] for text in texts])

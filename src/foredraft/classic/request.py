@@ -21,7 +21,7 @@ class Request:
     Args:
       prompt: token ids.
       max_length: largest length of prompt and output together.
-      eos_token_ids: tokens that end the output; the EOS token is part of the output.
+      eos_token_ids: tokens that end the output. The EOS token is part of the output.
     """
 
     prompt: tuple[int, ...]

@@ -1,10 +1,10 @@
 """The decoding loop of every classic function: propose, verify, accept, emit, observe.
 
-Cache, acceptance rule, stopping, prompt checks and length policies are those of the engine. The loop is not, because
-the described interface cannot run in the engine. A user's processor is called once per accepted token and draws from
-torch's global generator, while the engine's noise is keyed, so `torch.manual_seed` would have no effect.
-``use_cache=False`` reads the whole text every time, any module may be the model, and the first forward pass reads the
-whole prompt.
+Cache, acceptance rule, stopping, prompt checks and length policies are the same as in the engine. The loop is
+different, because the described interface cannot run in the engine. A user's processor is called once per accepted
+token and draws from torch's global generator. The engine's noise is keyed, so `torch.manual_seed` would have no effect
+there. ``use_cache=False`` reads the whole text every time, any module may be the model, and the first forward pass
+reads the whole prompt.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TorchNoise:
         self, sampler: ProcessorSampler, target_probs: Callable[[int], Tensor], *, is_adjusted: bool = True
     ) -> None:
         self._sampler = sampler
-        self._target_probs = target_probs
+        self.target_probs = target_probs
         self._is_adjusted = is_adjusted
         self.uniforms: list[float] = []
 
@@ -118,7 +118,7 @@ class TorchNoise:
         return self.uniforms[-1]
 
     def draw(self, depth: int, probs: Tensor) -> int:
-        target = self._target_probs(depth)  # drafts are chains, so node and depth are the same number
+        target = self.target_probs(depth)  # drafts are chains, so node and depth are the same number
         return self._sampler.sample(probs.to(target.dtype) if self._is_adjusted else target)
 
 
@@ -132,7 +132,7 @@ class Draft:
 
     Args:
       tokens: proposed tokens.
-      probs: distribution (V,) from which each token was drawn; empty if a storage proposed them.
+      probs: distributions (V,) from which the tokens were drawn; empty if a storage proposed the tokens.
       is_sample: True if the tokens are samples of these distributions, so that the rejection rule may use them.
       normalised_entropy: see `Step`.
     """

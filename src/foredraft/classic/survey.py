@@ -76,8 +76,9 @@ def generate_medusa_buffers(
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); names and shapes are those of its program.
 
     Args:
-      medusa_choices: paths of ranks. [[0], [0, 0], [1]] contains the best token of the first head, after it the best of
-        the second head, and the second best of the first. Every prefix of a path must be included.
+      medusa_choices: paths of ranks. [[0], [0, 0], [1]] contains the best token of the first head, then the best token
+        of the second head below it, and the second best token of the first head. Every prefix of a path must be
+        included.
 
     Returns: tensors for N nodes, root included, ordered by depth and then by ranks: ``medusa_attn_mask`` (1, 1, N, N),
       ``tree_indices`` (N,) into the flat list of `generate_candidates`, ``medusa_position_ids`` (N,),
@@ -148,7 +149,8 @@ def tree_decoding(
     Args:
       tree_candidates: (1, N), result of `generate_candidates`.
       past_key_values: cache with the text before the root, from ``adapter_of(model).target.new_cache(1)``. The nodes
-        are appended to it; ``past_key_values.commit([path])`` keeps those of one path, a row of ``retrieve_indices``.
+        are appended to the cache; ``past_key_values.commit([path])`` keeps the nodes of one path, a row of
+        ``retrieve_indices``.
       medusa_position_ids: (N,), depth of every node.
       retrieve_indices: (leaves, depth + 1).
       model: the target, a `transformers` model.
@@ -157,7 +159,8 @@ def tree_decoding(
     Returns: logits of the heads (heads, leaves, depth + 1, V), or None without heads; logits of the target (leaves,
       depth + 1, V); and logits of the target by node (1, N, V). Positions after the end of a path repeat the last node.
     Raises: TreeError if positions and paths are not from one tree.
-    Exactness: the logits of a node are those of a plain forward pass over the text and its path, up to rounding.
+    Exactness: the logits of a node equal those of a plain forward pass over the text and the node's path, up to
+      rounding.
     """
     tokens = tuple(tree_candidates[0].tolist())
     tree = DraftTree(tokens, parents_of(retrieve_indices, len(tokens)))
@@ -172,7 +175,8 @@ def tree_decoding(
 
 
 def _read(tree: DraftTree, cache: KVCache, model: Module, *, wants_hidden: bool) -> tuple[Tensor, Tensor]:
-    """Return logits (1, N, V) and last hidden states (1, N, H) of a tree; the latter are empty unless requested."""
+    """Return logits (1, N, V) and last hidden states (1, N, H) of a tree. The hidden states are empty unless
+    requested."""
     adapter = adapter_of(model)
     with adapter.lock:
         output = adapter.target.forward_with(Wanted(last_hidden=wants_hidden), Nodes.from_trees([tree]), cache)
@@ -191,8 +195,9 @@ class PromptLookupCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
       max_matching_ngram_size: length of the longest n-gram; shorter ones are tried down to one token.
       max_length: index in the text from which nothing is copied. If only one token is left before it, nothing is
         proposed. The default of transformers is 20, which is low.
-      logits_processor: function for scores. A candidate ends before a token whose score it makes -inf, and the next
-        occurrence is tried if nothing is left. It is called with equal scores.
+      logits_processor: function for scores. A candidate ends before a token whose score the processor makes -inf. If
+        nothing is left, the next occurrence is tried. The processor is called with equal scores, since there are no
+        logits.
       vocab_size: V, required with ``logits_processor``.
       match: "earliest", or "latest", which is more often right for text that repeats itself with changes.
 
@@ -286,7 +291,7 @@ class Datastore:
 
         Returns: the paths, padded with -2. Then, for N nodes with the root: the mask (N, N); the index of every node's
           token in a list of the root and the different tokens of every depth (N,); depths (N,); and the nodes of every
-          path (leaves, depth + 1), padded with -1. Without a match there is no path, and only the root.
+          path (leaves, depth + 1), padded with -1. Without a match the result has no path, and only the root.
         Raises: ConfigError.
         """
         check_least("choices", choices, 1)

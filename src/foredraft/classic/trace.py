@@ -44,7 +44,7 @@ class Step:
       normalised_entropy: entropy of the drafter's distribution of the first drafted token, 0..1; None without EGAG.
       drafts: drafted tokens.
       accepted: number of drafted tokens that were emitted.
-      final_token: the target's own token after them; None if the output ended before it.
+      final_token: the target's own token after the accepted ones; None if the output ended before it.
       is_adjusted: True if ``final_token`` was drawn from norm(max(p - q, 0)).
       draft_seconds, verify_seconds, accept_seconds: wall-clock times of the three parts.
     """

@@ -45,7 +45,7 @@ GROUPS = {
 
 
 class VerbGroup(HelpGroup):
-    """All verbs. Each is imported when it is looked up; the help of the group imports none of them."""
+    """All verbs. Each verb is imported when it is looked up; the help of the group imports none of them."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -187,7 +187,7 @@ def _measure(options: BenchOptions, model: str, report: Report) -> int:
 
 
 def _compare_methods(options: BenchOptions, model: str, report: Report) -> int:
-    """Compare methods, print and write the results. An interrupt keeps the results so far."""
+    """Compare methods, print and write the results. After an interrupt, the partial results are kept."""
     from foredraft.bench.candidates import read_candidates
     from foredraft.bench.methods import Methods
     from foredraft.bench.outcome import advise, by_kind, governor_note
@@ -259,10 +259,11 @@ def _default_model() -> str:
 
 
 def _dtype(target: CausalLM) -> str:
-    """Precision of the arithmetic, and of weights, keys and values if they differ."""
+    """Precision of the arithmetic, and of weights, activations, keys and values if they differ."""
     weights = [] if target.quantization is None else [f"{target.quantization} weights"]
     cells = [] if target.kv_dtype is None else [f"{str(target.kv_dtype).removeprefix('torch.')} keys and values"]
-    return ", ".join([str(target.dtype).removeprefix("torch."), *weights, *cells])
+    inputs = [] if target.activations is None else [f"{target.activations} activations"]
+    return ", ".join([str(target.dtype).removeprefix("torch."), *weights, *inputs, *cells])
 
 
 def _is_toy(model: str) -> bool:

@@ -287,7 +287,8 @@ class Screen:
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
-        """Context of an answer. Its function returns whether Ctrl-C was pressed; a second Ctrl-C interrupts at once."""
+        """Context of an answer. The returned function returns whether Ctrl-C was pressed; a second Ctrl-C
+        interrupts at once."""
         if not self.is_interactive:
             yield lambda: False
             return

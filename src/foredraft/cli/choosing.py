@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from foredraft.tune.tuning import Tuning
 
 USUAL = ("ngram", "suffix", "draft_model", "eagle3", "token_recycling", "suffix+eagle3")
-"""Methods to try by default, the simplest first: those that gain without a search of their own
-(docs/auto.md has figures)."""
+"""Methods to try by default, the simplest first: those that are faster without searching for settings (docs/auto.md has
+figures)."""
 
 _SHOWN = 12
 
@@ -98,12 +98,17 @@ def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, d
     show_loading(model)
     from foredraft.bench.candidates import read_candidates
     from foredraft.bench.provenance import conditions
-    from foredraft.bench.workload import read_questions
+    from foredraft.bench.workload import AGAIN, check_kinds, read_questions
     from foredraft.config.sampling import SamplingParams
+    from foredraft.errors import ConfigError
     from foredraft.tune.tuning import Tuning
 
     candidates = read_candidates(options.methods or ",".join(USUAL), options.draft_model, None)
     questions = read_questions(options.prompts_file)  # before a model is loaded
+    kinds = None if options.kinds is None else by_comma(options.kinds)
+    if kinds and AGAIN in kinds:
+        raise ConfigError(f"--kinds contains {AGAIN!r}, which only bench supports; put such conversations into a file")
+    check_kinds(questions, kinds)
     llm = load_llm(model, None, **options.loading())
     tuning = Tuning(llm, candidates, options.budget, say)
     tuning.measure(is_fresh=options.fresh)
@@ -133,13 +138,10 @@ def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, d
 
 
 def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[PromptLine], number: int) -> list[BenchPrompt]:
-    from foredraft.bench.workload import AGAIN, prompts_of_kinds
-    from foredraft.errors import ConfigError
+    from foredraft.bench.workload import prompts_of_kinds
 
     context = llm.target.context_length
     kinds = None if options.kinds is None else by_comma(options.kinds)
-    if kinds and AGAIN in kinds:
-        raise ConfigError(f"--kinds contains {AGAIN!r}, which only bench supports; put such conversations into a file")
     room = None if context is None else context - options.max_new_tokens
     found = prompts_of_kinds(llm.tokenizer, questions, kinds, room, lambda ids: ids)
     return list(islice(found, number))

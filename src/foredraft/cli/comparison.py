@@ -34,7 +34,7 @@ QUESTIONS = (
     "What kind of music do you like to listen to in the evening?",
 )
 """Requests to an assistant, not chosen for their gain. Five of eight are chat, where nothing can be copied, as are half
-or more of the first n for any n. The others are code, a correction and a summary."""
+or more of the first n for any n. The other questions are code, a correction and a summary."""
 
 TOY = "zoo:tiny"
 
@@ -44,8 +44,8 @@ WARM_UP = (
     "pineapples, plums, pomegranates, quinces, raspberries, strawberries, blueberries, apricots, cranberries, almonds, "
     "hazelnuts, walnuts, chestnuts"
 )
-"""Prompt for warming up, so that loading and compiling count for neither way. It has more than 64 tokens, because the
-layers of longer prompts run in another form, which is made when it is first needed."""
+"""Prompt for warming up, so that loading and compiling count for neither way. The prompt has more than 64 tokens,
+because the layers of longer prompts run in another form, which is made when it is first needed."""
 
 TOY_QUESTIONS = (
     "Tell me a story about a lion and a mouse.",
@@ -68,7 +68,7 @@ class Lane:
     Args:
       title: name of the way.
       pieces: pieces of text in order, and whether each was drafted.
-      seconds: time spent so far, with the prompt.
+      seconds: time spent in this lane, with the prompt.
       output: result; None until the answer has ended.
     """
 
@@ -149,10 +149,10 @@ def race(
     params: SamplingParams,
     watch: Callable[[BothAnswers], None] = lambda answer: None,
 ) -> BothAnswers:
-    """Decode a question plainly and speculatively in turns. The way with less time so far is next.
+    """Decode a question plainly and speculatively in turns. The lane that has used less time is next.
 
-    At every moment both have had the same time, and noise of the machine affects both equally. The time of ``watch``
-    counts for neither.
+    At every moment, plain and speculative decoding have had the same time, and noise of the machine affects both
+    equally. The time of ``watch`` counts for neither.
 
     Args:
       llms: plain and speculative, over one target.

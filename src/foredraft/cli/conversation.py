@@ -54,7 +54,7 @@ class ChatTurn:
 
 
 def totals(turns: Sequence[ChatTurn]) -> dict[str, Any]:
-    """Counters over some answers, and their rates; 0.0 if nothing was counted."""
+    """Counters over some answers, and rates derived from them; 0.0 if nothing was counted."""
     outputs = [turn.output for turn in turns]
     counts = pooled(outputs)
     num_tokens = sum(len(turn.token_ids) for turn in turns)
@@ -88,18 +88,18 @@ class Conversation:
     tokens that are not in the cache.
 
     Args:
-      llm: the model; its tokenizer needs a chat template.
+      llm: the model. Its tokenizer needs a chat template.
       params: sampling parameters of every answer; one sample.
       system: system message, if any.
 
     Attributes:
       turns: answers in the conversation.
-      answered: all answers so far, including those before a reset and empty ones.
+      answered: all answers, including those before a reset and empty ones.
 
     Raises: ConfigError if there is no chat template or more than one sample per answer; PromptError if the template
       rejects the first messages. Many templates reject system messages.
-    Exactness: that of the LLM; `again` by plain decoding returns the same tokens under "match".
-    Randomness: keyed by the seed of ``params`` in every turn; without a seed, every answer draws and reports one.
+    Exactness: that of the LLM. Under "match", `again` by plain decoding returns the same tokens.
+    Randomness: keyed by the seed of ``params`` in every turn. Without a seed, every answer draws one and reports it.
     """
 
     llm: LLM
@@ -131,7 +131,7 @@ class Conversation:
     def use(self, config: SpeculativeLike) -> None:
         """Change the method of drafting: a name, or any value of ``speculative_config``.
 
-        Raises: ConfigError, and errors of loading a drafter. The old method stays then.
+        Raises: ConfigError, and errors of loading a drafter. After an error, the old method stays.
         """
         self.llm = self._llm(config)
 

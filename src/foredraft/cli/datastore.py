@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -54,7 +55,16 @@ SameTokenizer = Annotated[
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The datastore.")]
 Field = Annotated[str, typer.Option("--field", metavar="NAME", help="JSONL key or Parquet column of the text.")]
-Memory = Annotated[float, typer.Option("--memory", metavar="GB", help="Memory for building.")]
+
+
+def _finite(value: float) -> float:
+    """Refuse nan and inf, which are floats."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a number of gigabytes")
+    return value
+
+
+Memory = Annotated[float, typer.Option("--memory", metavar="GB", callback=_finite, help="Memory for building.")]
 
 
 @app.command("build")
@@ -100,7 +110,7 @@ def append_(
     memory: Memory = 2.0,
     as_json: AsJson = False,
 ) -> None:
-    """Add corpora to a datastore. They count as more recent."""
+    """Add corpora to a datastore. Appended corpora count as more recent."""
     with exit_codes():
         from foredraft.retrieval.build import append
 

@@ -1,4 +1,4 @@
-"""``foredraft demo``: plain and speculative decoding of the same questions; texts are compared before the speed."""
+"""``foredraft demo``: plain and speculative decoding of the same questions. Texts are compared before the speed."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def demo(
 ) -> None:
     """Answer questions with and without drafting, side by side, and compare texts and speed.
 
-    The two take turns, so both have had the same time at every moment. Speed is all tokens divided by all seconds. The
-    exit code is 3 if a text differs.
+    Plain and speculative decoding take turns, so both have had the same time at every moment. Speed is all tokens
+    divided by all seconds. The exit code is 3 if a text differs.
 
     Examples:
       foredraft demo
@@ -102,7 +102,7 @@ def demo(
 def _answers(
     console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams
 ) -> tuple[BothAnswers, ...]:
-    """Answers of all questions, shown on a terminal while they grow. Ctrl-C keeps the answers so far.
+    """Answers of all questions, shown on a terminal while they grow. Ctrl-C keeps the finished part of the answers.
 
     Raises: KeyboardInterrupt before the first answer.
     """

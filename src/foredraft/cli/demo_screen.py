@@ -148,7 +148,7 @@ def _framed(width: int, height: int | None, lane: Lane, text: Text) -> Panel:
 
 
 def _body(console: Console, lane: Lane, width: int, room: int | None) -> Text:
-    """Coloured text; only the last lines if there is not enough room."""
+    """Coloured text. If it does not fit, only the last lines are shown."""
     text = Text()
     for piece, is_drafted in lane.pieces:
         text.append(piece, DRAFTED_STYLE if is_drafted else "")
@@ -163,7 +163,7 @@ def _body(console: Console, lane: Lane, width: int, room: int | None) -> Text:
 
 
 def summary(report: DemoReport, width: int) -> RenderableType:
-    """Table with one row per question and one for all; without speeds if a text differs."""
+    """Table with one row per question and one for all questions. It has no speeds if a text differs."""
     is_narrow = width < _NARROW
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, show_edge=False)
     table.add_column("", justify="right")

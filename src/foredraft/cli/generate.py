@@ -153,7 +153,7 @@ def generate(
 
 
 def _end_early(stream: Stream, writer: JsonWriter | TextWriter | None, traced: TraceFile | None) -> None:
-    """Write the output generated so far.
+    """Write the output that was generated before the end.
 
     Args:
       writer: writer of the text; None if text can no longer be written.
@@ -171,7 +171,7 @@ BATCH = 32
 """Prompts per batch. A batch is generated again if a machine fails or the command is interrupted."""
 RETRIES = 3
 """Limit on failures of machines per batch."""
-ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "generation_config")
+ROUNDING = ("dtype", "quantization", "weights", "gguf_file", "kv_cache_dtype", "activations", "generation_config")
 """Options of `LLM` that change the output. Drafting does not."""
 WITHOUT = ("metrics", "timings")
 """Fields of a result that differ from run to run."""
@@ -179,7 +179,7 @@ WITHOUT = ("metrics", "timings")
 
 @dataclass(frozen=True)
 class Job:
-    """Many prompts and their model, which is loaded for the first batch.
+    """A job: many prompts and a model, which is loaded for the first batch.
 
     Args:
       options: arguments of `LLM`.
@@ -216,7 +216,7 @@ class Job:
         return records
 
     def batches(self, start: int) -> list[list[Any]]:
-        """Batches from this prompt on. Their boundaries are the same in every run."""
+        """Batches of the job, beginning with this prompt. The boundaries of batches are the same in every run."""
         first = start // BATCH * BATCH
         places = range(first, len(self.prompts), BATCH)
         return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]
@@ -258,7 +258,7 @@ def run_job(job: Job, out: str, *, replicas: int | None, address: str | None) ->
 
 @contextmanager
 def _opened(path: Path) -> Iterator[None]:
-    """Lock the file, so that no other job writes to it.
+    """Lock the file of results, so that no other job writes to it.
 
     Raises: ConfigError if another job has it, or it cannot be written.
     """

@@ -22,7 +22,7 @@ HELP_ALL = "--help-all"
 WIDEST = 100
 """Limit on columns of the help."""
 _NAMES = 31
-"""Columns of the names of options; the explanation of a longer one begins on the next line."""
+"""Width of the column of option names. The explanation of a longer name begins on the next line."""
 
 Entry = tuple[str, str]
 """Name and explanation of an option, an argument or a verb."""
@@ -150,7 +150,8 @@ def _bold(text: str) -> str:
 
 
 def split_docstring(text: str) -> tuple[str | None, str | None]:
-    """Description and examples of a verb, from its docstring; lines of a paragraph flow, lines of examples stay."""
+    """Description and examples of a verb, from its docstring. Lines of a paragraph are joined; lines of examples are
+    kept."""
     about, _, examples = text.partition("\n\nExamples:\n")
     flowing = re.sub(r"(?<!\n)\n(?!\n)", " ", about)
     return flowing or None, textwrap.dedent(examples).rstrip() or None

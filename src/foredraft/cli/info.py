@@ -1,4 +1,5 @@
-"""``foredraft info``: facts, cost and methods of a model; without one, facts of this machine and what it lacks."""
+"""``foredraft info``: facts, cost and methods of a model. Without a model, facts of this machine and what is
+missing."""
 
 from __future__ import annotations
 
@@ -185,6 +186,8 @@ def show(report: dict[str, Any]) -> None:
         bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
         name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]
         facts.add_row("weights", f"{name}, {bits:.2f} bits per weight; a step reads {size:.1f} MB")
+    if model["activations"] is not None:
+        facts.add_row("", f"{model['activations']} activations")
     facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
     facts.add_row("tested", f"drafts as {report['probe']} are verified exactly")
     facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB peak")
@@ -271,7 +274,7 @@ UNTIL_MODEL = "foredraft info MODEL shows the guarantee for a model"
 
 
 def machine_report() -> dict[str, Any]:
-    """Facts of the machine as plain data. Kernels are compiled if they are not yet."""
+    """Facts of the machine as plain data. Kernels that are not compiled yet are compiled."""
     import torch
 
     from foredraft import zoo

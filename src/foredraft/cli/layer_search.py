@@ -90,11 +90,11 @@ def find_layers(options: SearchOptions, journal: Path, resume: bool) -> tuple[La
     if options.objective not in OBJECTIVES:
         raise ConfigError(f"objective is {options.objective!r}; choose one of {', '.join(OBJECTIVES)}")
     loading = options.loading()
-    execution, kv_cache_dtype = loading.pop("execution"), loading.pop("kv_cache_dtype")
+    runs_by = loading.pop("execution"), loading.pop("kv_cache_dtype"), loading.pop("activations")
     loaded, bigger = load_scaled(model, options.scale, **loading)
     prompts = tuple(options.read_prompts(model, loaded.tokenizer))
-    target = adapter_of(loaded, execution, kv_cache_dtype)
-    timed = target if bigger is loaded else adapter_of(bigger, execution, kv_cache_dtype)
+    target = adapter_of(loaded, *runs_by)
+    timed = target if bigger is loaded else adapter_of(bigger, *runs_by)
     space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
     # the wider copy, on which time is measured, accepts the same tokens as the model
     task, counted = (Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target))

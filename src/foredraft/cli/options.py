@@ -24,8 +24,8 @@ from foredraft.errors import ConfigError
 N = TypeVar("N")
 
 DEFAULTS = SamplingParams(temperature=UnsetFloat(0.0), max_tokens=UnsetInt(256))
-"""Defaults of the command line: greedy decoding, long enough for an answer. All others are those of `SamplingParams`.
-Defaults of the model override these, and options override both."""
+"""Defaults of the command line: greedy decoding, long enough for an answer. All other defaults are those of
+`SamplingParams`. Defaults of the model override these, and options override both."""
 
 METHODS = "auto, none, ngram, suffix, draft_model, eagle3"
 """The methods that are used most; ``foredraft info --keys`` lists all."""
@@ -71,7 +71,7 @@ _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
-    """Turn a verb that takes groups of options into one that takes every option by itself, as typer needs it.
+    """Turn a verb that takes groups of options into one that takes every option separately, as typer needs it.
 
     A parameter whose type is a dataclass takes all fields, and ``Annotated[Group, "seed", ...]`` only those named.
     Verbs that load a model also get ``--verbose``.
@@ -110,7 +110,7 @@ def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _name_value(annotation: Any) -> None:
-    """Give an option without a placeholder for its value the one of its type."""
+    """Give an option without a placeholder for its value the placeholder of its type."""
     types, options = get_args(annotation)[:1], get_args(annotation)[1:]
     for option in options:
         if isinstance(option, OptionInfo) and option.metavar is None:
@@ -194,6 +194,15 @@ class TargetOptions:
             help="Precision of keys and values. auto: that of the model.",
         ),
     ] = "auto"
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8",
+            hidden=True,
+            rich_help_panel=LOADING,
+            help="int8: round the inputs of integer weights to 8 bits instead of 16.",
+        ),
+    ] = None
 
     def loading(self) -> dict[str, Any]:
         """Arguments of `LLM`, without the fields of subclasses."""
@@ -233,7 +242,9 @@ class LoadingOptions(TargetOptions):
     ] = None
 
 
-Loading = Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype"]
+Loading = Annotated[
+    LoadingOptions, "dtype", "device", "execution", "quantization", "weights", "kv_cache_dtype", "activations"
+]
 """Options of verbs that load a model and set the other options themselves."""
 
 
@@ -416,7 +427,7 @@ class DraftingOptions:
         """Config of drafting; the default method is `auto`.
 
         Args:
-          profile_file: output of ``foredraft tune``, if any. Its method replaces the default.
+          profile_file: output of ``foredraft tune``, if any. The method of that profile replaces the default.
 
         Raises: ConfigError; BadParameter for ``speculative_config`` together with another option.
         """

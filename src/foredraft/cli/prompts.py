@@ -157,7 +157,7 @@ def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
 
 
 def looks_like_instruct(model: str) -> bool:
-    """Whether the last part of a path or hub id has "instruct", "chat" or "it" as a word of its own."""
+    """Whether the last part of a path or hub id contains "instruct", "chat" or "it" as a separate word."""
     return _INSTRUCT_NAME.search(Path(model).name) is not None
 
 
@@ -186,7 +186,7 @@ class TuneOptions(TargetOptions):
             read_prompts_file(self.prompts)
 
     def read_prompts(self, model: str, tokenizer: Any) -> list[BenchPrompt]:
-        """Token ids of the prompts: those of a file as in `generate`, built-in questions in chat format.
+        """Token ids of the prompts: those of a file as in `generate`, or built-in questions in chat format.
 
         Raises: PromptError, ConfigError.
         """

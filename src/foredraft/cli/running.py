@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.status import Status
 
+from foredraft.cli.quick_imports import quick_imports
 from foredraft.config.other_systems import aliases
 from foredraft.errors import ConfigError, ForedraftError, error_text
+from foredraft.machine import collector_paused
 
 if TYPE_CHECKING:
     from foredraft.config.speculative import SpeculativeLike
@@ -33,7 +35,8 @@ EXIT_INTERRUPTED = 130
 
 
 def choose_model(model: str | None) -> str:
-    """Name of the model that was given, else of the best one available. The user is told if that is a toy."""
+    """Name of the model that was given, else of the best one available. If the chosen model is a toy, a line says
+    so."""
     from foredraft import zoo
 
     if model is not None:
@@ -48,7 +51,7 @@ def choose_model(model: str | None) -> str:
 class _Notices(logging.Handler):
     """Shows records of the library on standard error, and the current stage of loading as a status.
 
-    On a terminal the status is a line that is replaced and removed. Elsewhere, the first stage is a line of its own.
+    On a terminal the status is a line that is replaced and removed. Elsewhere, the first stage has a line of its own.
     """
 
     def __init__(self) -> None:
@@ -59,7 +62,7 @@ class _Notices(logging.Handler):
         self._latest = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record gets a line. A stage updates the status instead if there is one."""
+        """Whether a record gets a line. If there is a status, a stage updates it instead."""
         if not _is_stage(record):
             return record.levelno >= self.least
         text = record.getMessage()
@@ -147,10 +150,11 @@ def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
     """Load the model of a verb, with a status on standard error."""
     show_loading(model)
     try:
-        from foredraft.llm import LLM
-
-        hide_progress_of_loading()
-        return LLM(model, config, **options)
+        with collector_paused():
+            with quick_imports():
+                from foredraft.llm import LLM
+            hide_progress_of_loading()
+            return LLM(model, config, **options)
     finally:
         hide_loading()
 
@@ -193,7 +197,7 @@ def read_text(file: str) -> str:
 def put_json(record: Mapping[str, Any]) -> None:
     """Write one JSON object as a line of standard output.
 
-    Characters that the encoding of the stream cannot represent are escaped, as are U+2028, U+2029 and U+0085, which
+    Characters that the encoding of the stream cannot represent are escaped. So are U+2028, U+2029 and U+0085, which
     some readers take for line breaks. NaN and infinities become null.
     """
     try:
@@ -213,11 +217,11 @@ def put_json(record: Mapping[str, Any]) -> None:
 
 
 class _Stream(io.FileIO):
-    """File behind a standard stream. It reports at most once that it cannot be written.
+    """File behind a standard stream. The stream reports at most once that it cannot be written.
 
     Args:
       descriptor: descriptor of the open file.
-      is_needed: raise a ConfigError if it cannot be written; otherwise the data is dropped.
+      is_needed: raise a ConfigError if the stream cannot be written. If False, the data is dropped.
     """
 
     def __init__(self, descriptor: int, *, is_needed: bool) -> None:

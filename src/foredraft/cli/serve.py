@@ -203,7 +203,7 @@ def serve(
             ) from None
         names = served_model_name or [chosen]
         settings = ServerSettings(
-            api_keys=_keys(api_key, api_key_file),
+            api_keys=read_keys(api_key, api_key_file),
             cors_origins=tuple(cors_origins or ()),
             max_body_bytes=max_body_bytes,
             max_n=max_n,
@@ -283,7 +283,7 @@ def _chunk_size(device: str) -> int:
     return MOST_NODES if choose_device(device).type == "cpu" else EngineConfig.prefill_chunk_size
 
 
-def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
+def read_keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
     """API keys from options, file and environment.
 
     Raises: ConfigError for a file that cannot be read or has no keys.

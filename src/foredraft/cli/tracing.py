@@ -42,7 +42,7 @@ class TraceFile:
         )
 
     def write(self, stream: Stream) -> None:
-        """Write all samples; interrupted ones with their tokens so far.
+        """Write all samples. An interrupted sample is written with the tokens that it has.
 
         Raises: ConfigError if the file cannot be written.
         """

@@ -13,6 +13,7 @@ from foredraft.cli.options import AsJson, Loading, ModelChoice, SamplingOptions,
 from foredraft.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foredraft.cli.running import exit_codes, load_llm, put_json, show_loading
 from foredraft.folders import check_place
+from foredraft.methods.iterate import INITIAL_GUESS
 
 
 @takes_groups
@@ -20,7 +21,7 @@ def trajectory(
     *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")],
     model: ModelChoice,
-    block: Annotated[int, typer.Option("--block", metavar="N", help="Tokens per block.")] = 16,
+    block: Annotated[int, typer.Option("--block", metavar="N", min=1, help="Tokens per block.")] = 16,
     initial_guess: Annotated[
         str,
         typer.Option(
@@ -52,6 +53,7 @@ def trajectory(
     with exit_codes():
         params = sampling.params(max_tokens=max_new_tokens)
         check_template(chat, raw)
+        INITIAL_GUESS.read("trajectory", "initial_guess", initial_guess)
         read = read_prompts([prompt], None, raw=raw)
         for file in (html, jsonl):
             if file is not None:

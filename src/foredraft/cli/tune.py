@@ -64,8 +64,8 @@ def tune(
     """Find the fastest method and settings for a model, this machine and your prompts.
 
     The prompts are decoded once. The drafts of every method are counted, and their cost is computed from measured step
-    times, so the result is reproducible. generate, chat and serve use the result with --profile-file. The commands
-    below search for the settings of one drafter.
+    times. The result is therefore reproducible. generate, chat and serve use the result with --profile-file. The
+    commands below search for the settings of one drafter.
 
     Examples:
       foredraft tune zoo:smollm2
@@ -108,7 +108,7 @@ def layer_skip(
 ) -> None:
     """Find the layers to skip while drafting (method layer_skip).
 
-    Trials are kept in FILE.trials. Ctrl-C ends the search and writes the best set so far.
+    Trials are kept in FILE.trials. Ctrl-C ends the search and writes the best set that was found.
 
     Examples:
       foredraft tune layer-skip zoo:smollm2 --out layers.json
@@ -145,7 +145,7 @@ def tree(
     """Find the fastest draft tree for heads (methods medusa, hydra and eagle).
 
     The candidates of the heads are compared with generated text, and steps of every size are timed. Ctrl-C ends the
-    generation and uses the text so far.
+    generation and uses the generated part of the text.
 
     Examples:
       foredraft tune tree zoo:tiny --heads path/to/heads --out tree.json
@@ -174,7 +174,7 @@ def profile(
     """Measure the best draft length by batch size and context.
 
     Prompts are decoded with short and long drafts, and steps of every size are timed. generate, chat and serve use the
-    result with --profile-file. Ctrl-C ends the decoding and uses the text so far.
+    result with --profile-file. Ctrl-C ends the decoding and uses the decoded part of the text.
 
     Examples:
       foredraft tune profile zoo:smollm2 --method ngram --out profile.json
@@ -203,7 +203,7 @@ def _kept(is_interrupted: bool) -> Iterator[None]:
 
 
 def _keep(write: Callable[[], object], out: Path, tell: Callable[[Path | None], None]) -> None:
-    """Write a result and print it, even if it cannot be written.
+    """Write a result and print it. The result is printed even if it cannot be written.
 
     Args:
       tell: called with the file, or with None if it could not be written.

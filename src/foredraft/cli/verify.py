@@ -77,12 +77,16 @@ def verify(
         check_template(chat, raw)
         name = model.named(target).chosen()
         given = None if prompts_file is None else read_prompts((), prompts_file, raw=raw)
+        from foredraft.verify.verifying import check_false_alarm_rate
+        from foredraft.verify.verifying import verify as judge
+
+        check_false_alarm_rate(false_alarm_rate)
+        subject = None if against is None else _subject(against, drafting, loading.activations)
         config = "none" if against is not None else drafting.config(loading.profile_file)
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
         asked = ask(llm.tokenizer, name, (given or _questions(name))[:num_prompts], chat=chat, raw=raw)
-        subject = None if against is None else _subject(against, llm, name, drafting)
-        from foredraft.verify import verify as judge
-
+        if against in (PLAIN, LOOKUP, ASSISTED):
+            subject = _transformers_subject(against, llm, name, drafting)
         found = judge(
             llm,
             [one.prompt for one in asked],
@@ -109,26 +113,26 @@ def _questions(name: str) -> list[str]:
     return [own[place] for place in (3, 5, 1, 0, 4, 2) if place < len(own)]
 
 
-def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Subject:
-    """The decoder to check."""
-    from foredraft.model.execution.rounding import ROUNDINGS, round_weights
-    from foredraft.verify import FunctionSubject, ServerSubject, TransformersSubject
+def _subject(against: str, drafting: DraftingOptions, activations: str | None) -> Subject | None:
+    """The decoder to check; None for a decoder of transformers, which needs the loaded model.
+
+    Raises: ConfigError, CheckpointError for a decoder that does not exist or cannot be used.
+    """
+    from foredraft.loading.sources import check_exists
+    from foredraft.verify import FunctionSubject, ServerSubject
 
     if against.startswith(("http://", "https://")):
         return ServerSubject(against, api_key=os.environ.get(KEY_VARIABLE))
+    if against == ASSISTED and drafting.draft_model is None:
+        raise ConfigError(f"{ASSISTED} needs a small model; give one with --draft-model")
     if against in (PLAIN, LOOKUP, ASSISTED):
-        if against == ASSISTED and drafting.draft_model is None:
-            raise ConfigError(f"{ASSISTED} needs a small model; give one with --draft-model")
-        model = _loaded(name, llm)
-        if llm.target.quantization in ROUNDINGS:
-            round_weights(model, llm.target.quantization)
-        return TransformersSubject(
-            model,
-            against,
-            eos_token_ids=llm.eos_token_ids,
-            options={"prompt_lookup_num_tokens": 3} if against == LOOKUP else None,
-            assistant=_loaded(drafting.draft_model, llm) if against == ASSISTED and drafting.draft_model else None,
-        )
+        if activations is not None:
+            raise ConfigError(
+                f"transformers does not round activations, so --against {against} cannot check a model with "
+                f"{activations} activations; leave --activations out, or leave --against out"
+            )
+        check_exists(drafting.draft_model)
+        return None
     module, _, function = against.partition(":")
     if not function:
         known = ", ".join((LOOKUP, ASSISTED, PLAIN))
@@ -139,6 +143,23 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--against {against!r} cannot be imported: {error}") from None
     return FunctionSubject(found, against)
+
+
+def _transformers_subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Subject:
+    """The decoder of transformers to check, over the same weights."""
+    from foredraft.model.execution.rounding import ROUNDINGS, round_weights
+    from foredraft.verify import TransformersSubject
+
+    model = _loaded(name, llm)
+    if llm.target.quantization in ROUNDINGS:
+        round_weights(model, llm.target.quantization)
+    return TransformersSubject(
+        model,
+        against,
+        eos_token_ids=llm.eos_token_ids,
+        options={"prompt_lookup_num_tokens": 3} if against == LOOKUP else None,
+        assistant=_loaded(drafting.draft_model, llm) if against == ASSISTED and drafting.draft_model else None,
+    )
 
 
 def _loaded(name: str, llm: LLM) -> Any:

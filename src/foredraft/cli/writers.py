@@ -55,7 +55,7 @@ class JsonWriter:
 
 
 class TextWriter:
-    """Writes the text of all samples in order; that of the first unfinished sample while it grows.
+    """Writes the text of all samples in order. The text of the first unfinished sample is written while it grows.
 
     Args:
       shows_details: explain the speed at the end.

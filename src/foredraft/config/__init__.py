@@ -1,1 +1,1 @@
-"""Options as data: names, ranges, defaults and aliases. This package does not import torch."""
+"""Options as data: names, ranges, defaults and aliases. The package `foredraft.config` does not import torch."""

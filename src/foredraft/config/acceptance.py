@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3
-"""Medusa's defaults, as in its ``generate``. Its helper functions have the two values the other way round."""
+"""Medusa's defaults, as in its ``generate``. The helper functions of Medusa have the two values the other way round."""
 
 
 @dataclass(frozen=True)

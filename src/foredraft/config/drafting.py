@@ -19,7 +19,8 @@ def acceptance(rules: Iterable[AcceptanceRule], help: str) -> Any:
 
 
 def draft_sampling(help: str) -> Any:
-    """Define the field ``draft_sample_method`` of methods that can sample drafts from their own distribution."""
+    """Define the field ``draft_sample_method`` of a method. Such a method can sample drafts from its own
+    distribution."""
     return option(one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}), "probabilistic", help)
 
 

@@ -61,11 +61,12 @@ def share_of(name: str, share: str, available: int | None) -> int:
 def available_bytes(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP, own: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Return the memory that can still be allocated: free memory of the system, or what a limit leaves if that is less.
+    """Return the memory that can still be allocated: free memory of the system, or the remainder under a limit if that
+    is less.
 
-    The limits are those of this process' address space and data (``ulimit -v``, ``ulimit -d``), of its cgroup and of
-    all cgroups above it, in both cgroup versions. Unused page cache of a cgroup (a model that was just read) counts as
-    free, as it does in MemAvailable.
+    The limits considered are those of this process' address space and data (``ulimit -v``, ``ulimit -d``), of its
+    cgroup and of all cgroups above it, in both cgroup versions. Unused page cache of a cgroup (a model that was just
+    read) counts as free, as it does in MemAvailable.
 
     Args:
       meminfo: file with the system's memory figures.
@@ -136,15 +137,16 @@ class EngineConfig:
         smaller chunks mean shorter pauses and a longer time to first token.
       acceptance: "match", "standard" (rejection sampling), "block" or "typical", which changes the output distribution.
       exactness: "default" or "relaxed". With "default", a model that runs on the library's own kernels gives bit for
-        bit the output of plain decoding, for any draft, and drafts have at most 64 nodes. Other models agree up to
+        bit the output of plain decoding, for any draft. Drafts then have at most 64 nodes. Other models agree up to
         rounding. With "relaxed", drafts have any size, and all models agree up to rounding.
       typical: limits of the rule "typical".
-      max_kv_bytes: limit on memory for the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of the
-        memory available on the model's device when the engine is made. Rows wait or are preempted to keep within it. A
-        request without an output limit ends when it alone would exceed it. None for no limit.
+      max_kv_bytes: limit on memory for the target's keys and values: a number of bytes, "500MB", "2GB", or "40%". A
+        percentage refers to the memory available on the model's device when the engine is made. Rows wait or are
+        preempted to keep within it. A request without an output limit ends when it alone would exceed it. None for no
+        limit.
       contains_faults: limit the effect of exceptions. An exception in a drafter ends drafting for the rows that it was
         drafting for. An exception in a logits processor, or in code that reads the text, ends its row with the reason
-        "error". Otherwise such an exception is raised and ends all running rows.
+        "error". If False, such an exception is raised and ends all running rows.
       output_scores, output_logits: return processed scores and raw logits of every emitted token.
 
     Attributes:
@@ -189,8 +191,8 @@ class Guarantee:
 
     Args:
       kind: "bit-identical" or "up to rounding". "bit-identical": the same bits for any draft, because the library's own
-        kernels compute every row and node independently. "up to rounding": the same tokens, except between two tokens
-        whose scores are so close that rounding decides.
+        kernels compute every row and node independently. "up to rounding": the same tokens, except where two tokens
+        have scores so close that rounding decides.
       reason: why the guarantee is not "bit-identical"; empty if it is.
 
     Attributes:

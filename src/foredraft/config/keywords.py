@@ -24,7 +24,8 @@ MOST_LISTED, NUM_NEAREST = 12, 5
 PAGES = {"sampling_params": "docs/sampling.md", "speculative_config": "docs/speculative_config.md", "LLM": "help(LLM)"}
 """Places that list all keys, by the name of the config."""
 NAMELESS = ("sampling_params", "speculative_config", "speculate")
-"""Configs that messages do not name beside a key: their keys are options of commands and fields of requests, too."""
+"""Configs whose names do not appear in messages, because their keys are also options of commands and fields of
+requests."""
 
 
 def nearest(given: str, known: Iterable[str], most: int = 1, cutoff: float = NEAR) -> list[str]:

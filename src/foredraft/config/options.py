@@ -22,7 +22,7 @@ class Kind:
     Args:
       text: description for users, such as ``whole number, 1 or more``.
       read: function that returns the normal form of a value, given the names of the config and the key and the value.
-        Raises: ConfigError, which names both.
+        Raises: ConfigError, which names the config and the key.
       check: function that refuses values that do not work on this machine, given the key's name and a value in normal
         form. Raises: ConfigError.
     """
@@ -106,15 +106,15 @@ def option(kind: Kind, default: Any = None, help: str = "") -> Any:
     """Define a field of `Options`.
 
     Args:
-      kind: type and range of its values.
-      default: default value. None means that the field stays unset; ``help`` then says what happens.
+      kind: type and range of the option's values.
+      default: default value. None leaves the field unset; ``help`` then describes the effect.
       help: one line for users.
     """
     return dataclasses.field(default=default, metadata={"kind": kind, "help": help})
 
 
 def read_fields(owner: str, config: Any) -> dict[str, Any]:
-    """Return the options of a config in normal form, without those that are None by default and still None.
+    """Return the options of a config in normal form. Options that are None by default and unchanged are left out.
 
     Raises: ConfigError for a value outside its kind.
     """
@@ -175,7 +175,7 @@ class Options:
                 check(name, value)
 
     def given(self) -> dict[str, Any]:
-        """Return every option that has a value. `read` makes the same options from this mapping."""
+        """Return every option that has a value. The options can be made again from this mapping with `read`."""
         return {name: value for name in self.keys() if (value := getattr(self, name)) is not None}
 
     @classmethod

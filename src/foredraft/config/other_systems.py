@@ -114,8 +114,9 @@ class UnsupportedOption:
     """A key of another system that foredraft does not support.
 
     Args:
-      reason: why it is not supported, and what to use instead.
-      harmless: values that request the behaviour that foredraft has anyway. They are accepted and have no effect.
+      reason: why the option is not supported, and the remedy.
+      harmless: values that request the behaviour that foredraft has anyway. Harmless values are accepted and have no
+        effect.
     """
 
     reason: str

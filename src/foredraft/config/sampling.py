@@ -44,7 +44,8 @@ MODEL_DEFAULTS = {
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
 }
-"""Keys of ``generation_config.json`` that serve as request defaults, as in vLLM, and the fields that they set."""
+"""Keys of ``generation_config.json`` that are used as defaults of requests, as in vLLM, and the fields that they
+set."""
 
 
 _LIMITS = (
@@ -64,8 +65,8 @@ _ONE_IS_OFF, _ZERO_IS_OFF, _NONE_IS_OFF = "1 turns it off", "0 turns it off", "N
 class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and defaults and HF's order of processors.
 
-    If ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` or ``max_tokens`` is not set, it takes
-    the default in the model's ``generation_config.json``, if there is one; see `LLM`.
+    ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` and ``max_tokens`` have defaults in the
+    model's ``generation_config.json``, if there is one. A field that is not set takes that default; see `LLM`.
 
     Args:
       n: number of samples per prompt. Sample i has the seed ``mix(seed, i)``.
@@ -76,8 +77,8 @@ class SamplingParams:
       typical_p: mass of locally typical tokens that is kept, in (0, 1]. 1 turns it off.
       presence_penalty: number subtracted once from the logit of every token that the output contains, -2..2.
       frequency_penalty: number subtracted for every occurrence of the token in the output, -2..2.
-      repetition_penalty: number that divides positive and multiplies negative logits of all tokens seen so far,
-        prompt included. 1 turns it off.
+      repetition_penalty: number that divides positive and multiplies negative logits of all tokens in the prompt and in
+        the output. 1 turns it off.
       no_repeat_ngram_size: size of n-grams that may occur only once in prompt and output together. 0 turns it off.
       stop: string or strings that end the output.
       stop_token_ids: tokens that end the output, in addition to EOS.
@@ -91,21 +92,21 @@ class SamplingParams:
       bad_words_ids: token sequences that must not occur.
       seed: 0..2**64-1. None (or -1) draws a seed per request, which the result reports.
       logprobs: number of most likely tokens returned with every token, 0 for the chosen token only, None for none.
-      logprob_token_ids: tokens whose log-probabilities are returned with every token, instead of those of the most
+      logprob_token_ids: tokens whose log-probabilities are returned at every position, instead of those of the most
         likely tokens.
       prompt_logprobs: number of most likely tokens returned with every prompt token, 0 for the prompt token only, None
         for none. These log-probabilities are the model's own, before any processor, because prompt tokens are not
         sampled.
-      prediction: text or token ids that the output is expected to resemble. Its tokens are drafted in addition to those
-        of the drafter, so it affects only the speed. `LLM` turns text into tokens.
+      prediction: text or token ids that the output is expected to resemble. The predicted tokens are drafted in
+        addition to those of the drafter. The predictions affect the speed only. `LLM` turns text into tokens.
       structured_outputs: constraint of the output, as `StructuredOutputs` or a mapping of its fields.
       ignore_eos: continue after EOS.
       skip_special_tokens: leave special tokens out of the text.
-      detokenize: produce text. Stop strings require it.
-      logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as in transformers. They must be
+      detokenize: produce text. Stop strings require ``detokenize``.
+      logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as in transformers. Processors must be
         functions of their arguments alone, because verification calls them with prefixes that may be rejected later.
       num_speculative_tokens: longest draft for this request, 0 for plain decoding, None for the limit of the
-        speculative config. Under "match" this number does not affect the tokens.
+        speculative config. Under "match" the number does not affect the tokens.
 
     Raises: ConfigError for an unknown field or a value out of range.
     """

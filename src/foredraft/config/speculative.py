@@ -1,4 +1,4 @@
-"""Configuration of drafting: `SpeculativeConfig`. Its keys are those of the methods. Unknown keys raise errors."""
+"""Configuration of drafting: `SpeculativeConfig`. A config has the keys of its method. Unknown keys raise errors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ LOADED = "(a loaded model)"
 class SpeculativeConfig:
     """Configuration of drafting: a method, and the keys of that method.
 
-    Keys have vLLM's names where vLLM has such a key; names of other systems are aliases. Every key of the method is an
-    attribute; a key of another method reads as None. docs/speculative_config.md and
-    ``foredraft info --keys --method NAME`` list the keys of every method with their ranges and defaults.
+    Keys have vLLM's names if vLLM has the key. Names of other systems are aliases. Every key of the method is an
+    attribute. A key of another method reads as None. docs/speculative_config.md and ``foredraft info --keys --method
+    NAME`` list the keys of every method with their ranges and defaults.
 
     Args:
       method: name of a method such as "ngram", or several as in "ngram+suffix". If it is left out, the other keys
-        decide: a folder with a head selects that head's method, any other model selects ``draft_model``, a key that
-        only one method has selects that method, and no key at all selects ``auto``.
-      options: options of the same method to start from. The other keys override them.
+        decide: a folder with a head selects that head's method. Any other model selects ``draft_model``. A key that
+          only one method has selects that method. Without any key, the method is ``auto``.
+      options: options of the same method to start from. The other keys override these options.
       keys: options of the method, under their own names or aliases. A key that is left out or None takes its default.
 
     Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
@@ -231,8 +231,8 @@ def method_named(name: str) -> Method:
 def _inferred(given: Mapping[str, Any]) -> Method:
     """Infer the method from the keys.
 
-    The result is the method of the head in the folder ``model``, else the owner of a key that only one method has, else
-    the only method that has all keys. Without a key, or with only a draft length, it is `auto`.
+    The result is the method of the head in the folder ``model``; else the only method that has one of the keys; else
+    the only method that has all keys. Without a key, or with only a draft length, the method is `auto`.
     """
     if given.keys() <= {"num_speculative_tokens"}:
         return methods()["auto"]
@@ -269,7 +269,7 @@ def _check_keys(method: Method, given: Iterable[str]) -> None:
 
 
 def _check_available(name: str) -> None:
-    """Refuse well-known methods that this version does not have."""
+    """Refuse well-known methods that this version of foredraft does not have."""
     what = method_not_here(name)
     if what is not None and name not in methods():
         raise ConfigError(

@@ -28,8 +28,8 @@ class StructuredOutputs:
       grammar: a context-free grammar in Lark or EBNF (GBNF) notation.
       json_object: any JSON object.
       disable_any_whitespace: allow no spaces and line ends between parts of the JSON.
-      whitespace_pattern: a regular expression for the whitespace between parts of the JSON; by default one space, or
-        a line end and at most 16 spaces or tabs.
+      whitespace_pattern: a regular expression for the whitespace between parts of the JSON. The default is one space,
+        or a line end and at most 16 spaces or tabs.
 
     Raises: ConfigError if none or several of the first five are given, or if the constraint is too long.
     """

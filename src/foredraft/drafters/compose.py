@@ -1,4 +1,5 @@
-"""Combinations of drafters: the union of their trees, the first that expects enough, or a choice by measured time."""
+"""Combinations of drafters: the union of their trees, the first draft with enough expected tokens, or a choice by
+measured time."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ ENOUGH = 2.0
 class CompositeDrafter(WrappingDrafter):
     """Drafter that combines several drafters and gives each one the outcome of its own proposals.
 
-    A part sees a step as if it had proposed the verified nodes of its own tree and nothing else. Its tree is cut to
-    these nodes, the accepted path ends where its tree ends, and node features are those of its own nodes. Features of
-    committed tokens include all tokens, whichever part proposed them.
+    A part receives the result of a step as if it had proposed the verified nodes of its own tree and nothing else. The
+    tree of a part is cut to these nodes, the accepted path ends where that tree ends, and node features are those of
+    the part's own nodes. Features of committed tokens include all tokens, whichever part proposed them.
 
-    If some parts are free and others are not, there are two ways to draft: with the free parts only, or with all
-    parts. Measured time chooses between them. The engine's `AcceptanceModel` estimates the acceptance probability of
+    If some parts are free and others are not, there are two ways to draft: with the free parts only, or with all parts.
+    Measured time chooses between the two ways. The engine's `AcceptanceModel` estimates the acceptance probability of
     nodes.
 
     Args:
@@ -115,7 +116,7 @@ def _lacking(
 
 
 def _last_plan(trees: Sequence[DraftTree]) -> DraftPlan | None:
-    """Return the plan of the last part whose length policy made one."""
+    """Return the plan of the last part that made one with its length policy."""
     plans = (tree.plan for tree in reversed(trees))
     return next((plan for plan in plans if plan is not None and plan.cause == "policy"), None)
 
@@ -265,11 +266,13 @@ def union(options: UnionOptions, context: DrafterContext) -> UnionDrafter:
 
 
 def auto_drafter(parts: Sequence[Drafter], max_nodes: int = AutoOptions.max_draft_nodes) -> UnionDrafter:
-    """Make a drafter that uses all free parts and at most one other part, the one with the least time per token.
+    """Make a drafter that uses all parts without a model, and at most one other part: the one with the least time per
+    token.
 
-    Proposals of the free parts are merged with those of the chosen part, most promising nodes first. The tree is cut
-    to the nodes that are worth verifying. A free part after the first does not draft for a row whose draft already
-    expects `ENOUGH` tokens. The governor chooses among `DrafterFacts.arms`, so the choice depends on time.
+    Proposals of the parts without a model are merged with those of the chosen part. The most promising nodes come
+    first. The tree is cut to the nodes that are worth verifying. A part without a model, except the first one, does not
+    draft for a row whose draft already expects `ENOUGH` tokens. The governor chooses among `DrafterFacts.arms`, so the
+    choice depends on time.
 
     Args:
       parts: drafters to choose from.

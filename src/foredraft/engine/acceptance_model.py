@@ -16,7 +16,7 @@ from foredraft.tree import DraftTree
 logger = logging.getLogger("foredraft")
 
 PREDICTION, GRAMMAR, GUESSED = "prediction", "grammar", "grammar_guess"
-"""Sources of drafts that belong to a request: its predicted output, tokens that its grammar forces, and guesses from
+"""Sources of drafts that belong to a request: the predicted output, tokens that the grammar forces, and guesses from
 the last outcome of the same choice in the grammar."""
 
 OF_REQUESTS = frozenset((PREDICTION, GRAMMAR, GUESSED))
@@ -34,10 +34,11 @@ PRIOR_WEIGHT = 3.0
 
 FIRST_RATE = 0.6
 LATER_RATE = 0.1
-"""Prior rates of a first child and of any other child. They are high, so that drafts are tried at first."""
+"""Prior rates of a first child and of any other child. The prior rates are high, so that drafts are tried at first."""
 
 ROW_MEMORY = 0.9
-"""Weight of a row's outcome relative to the next one. Ten tokens are a sentence, and the next may repeat nothing."""
+"""Weight of an outcome of a row relative to the next outcome. Ten tokens are a sentence, and the next may repeat
+nothing."""
 
 ROW_PRIOR = 6.0
 """Number of outcomes for which the rates of all rows count in the rate of one row. Values of 10 to 40 predict outcomes
@@ -94,9 +95,10 @@ class Rate:
         return self.hits / self.trials
 
     def beside(self, other: float, now: int) -> float:
-        """Blend the rate with another one, such as that of the level above, the more the older its outcomes are.
+        """Blend the rate with another one, such as that of the level above. The older the outcomes of this rate are,
+        the more the other rate counts.
 
-        A depth that was once bad, and is not drafted any more, is thereby tried again when drafts have become good.
+        A depth that was bad and is not drafted any more is therefore tried again when drafts have become good.
         """
         weight = math.exp2((self.last - now) / MEMORY)
         return (weight * self.hits + PRIOR_WEIGHT * other) / (weight * self.trials + PRIOR_WEIGHT)
@@ -155,11 +157,11 @@ class AcceptanceModel:
     """Learns the probability that a node is accepted, given that its parent was.
 
     An engine reports every whole draft and all emitted tokens, with or without a governor. Drafters that merge drafts
-    rank nodes by this model, the governor computes expected gains with it, and the drafts of requests (predictions,
-    grammars) extend as far as it predicts acceptance.
+    rank nodes by this model, and the governor computes expected gains with it. Drafts of requests (predictions,
+    grammars) extend as far as the model predicts acceptance.
 
     A node need not be verified to learn whether it would have been accepted. Under "match" a draft is accepted as far
-    as it agrees with the output, and the output does not depend on the draft. So whole drafts are compared with the
+    as it agrees with the output, and the output does not depend on the draft. Whole drafts are compared with the
     output, including the parts that were cut before verification.
 
     Randomness: none.
@@ -197,7 +199,8 @@ class AcceptanceModel:
         """Compare the open drafts of a row with the tokens that were emitted.
 
         Args:
-          was_asked: False if no draft was requested. Earlier outcomes of the row then lose weight.
+          was_asked: False if no draft was requested. If no draft was requested, earlier outcomes of the row lose
+            weight.
         """
         known: _Row | None = row.state.get(self)
         if known is None:
@@ -317,7 +320,8 @@ class AcceptanceModel:
         return self._num_outcomes > 0
 
     def at_depth(self, depth: int, drafter: str) -> float:
-        """Return the rate at which a draft that was right so far is also right at this depth, over all rows."""
+        """Return the probability that a draft is right at this depth if it was right at all depths before, over all
+        rows."""
         return self._whole(drafter, depth).value
 
     # -- rates -----------------------------------------------------------------------------------------------------
@@ -344,7 +348,8 @@ class AcceptanceModel:
     def _begin(self, kind: Kind, score: float | None) -> Rate:
         """Make a new rate.
 
-        Its prior is the rate of the depth above; else the drafter's score, scaled by its reliability so far.
+        The prior of an unknown rate is the rate of the depth above; without one, it is the drafter's score, scaled by
+        its reliability.
         """
         source, depth, likeness = kind
         above = self._known.get((source, depth - 1, likeness))

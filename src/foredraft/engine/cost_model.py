@@ -13,26 +13,26 @@ from typing import Any
 from foredraft.config.keywords import integer, real
 
 FEW = 3
-"""Number of measurements up to which the smallest one counts, because first calls compile and warm up. It is three,
-since a pause of the machine meets one in a hundred steps (dev/log, 2026-11-24: first drafts took three times as long).
+"""Number of measurements up to which the smallest one counts, because first calls compile and warm up. The number is
+three, since a pause of the machine meets one in a hundred steps (dev/log, 2026-11-24: first drafts took three times as
+long).
 """
 
 FAR = 0.3
-"""Difference of logarithms: the largest amount by which one time changes an estimate, and the difference beyond which a
-curve counts as wrong. Six times the spread of steps on an idle machine, 5 %.
+"""Difference of logarithms: the most by which one time changes an estimate, and the difference beyond which a curve
+counts as wrong. Six times the spread of steps on an idle machine, 5 %.
 """
 
 RATE = 0.05
 """Weight of the newest of many times. Twenty steps are half a second, in which a machine may become busy or idle."""
 
 RESOLUTION = 16
-"""Approximate number of nodes up to which counts are distinguished one by one. Above it, counts within 6 % form one
-class.
+"""Approximate number of nodes up to which counts are distinguished one by one. Larger counts share classes of 6 %.
 """
 
 SHARE = 0.01
-"""Share of step time for each of three overheads: deciding, drafts that only test whether drafting is worth it, and
-trials of drafting modes that are not the best. Together with the drift in between, at most 3 % (issue 26).
+"""Share of step time for each of three overheads: deciding, drafts that only test whether drafting is worth its cost,
+and trials of drafting modes that are not the best. Together with the drift in between, at most 3 % (issue 26).
 """
 
 MEMORY = 128
@@ -121,7 +121,7 @@ def read_seconds(data: Mapping[str, Any]) -> dict[int, float]:
 class Average:
     """Running average of logarithms.
 
-    It is the minimum of the first `FEW` values, then a mean in which new values weigh most.
+    The estimate is the minimum of the first `FEW` values, then a mean in which new values weigh most.
     """
 
     __slots__ = ("count", "value")
@@ -142,7 +142,7 @@ class Average:
 def place_of(count: int) -> int:
     """Class of a number of nodes or rows.
 
-    Small numbers have classes of their own, large ones share logarithmic classes.
+    Each small number is a separate class. Large numbers share logarithmic classes.
     """
     return round(RESOLUTION * math.log2(1.0 + count / RESOLUTION))
 
@@ -305,8 +305,8 @@ class CostModel:
 
         Args:
           way: index of the drafting mode, see `DrafterFacts.arms`.
-          is_first: True if a row got its first draft. Such drafts take longer with many drafters, and count only until
-            there are others.
+          is_first: True if this is the first draft of a row. Such drafts take longer with many drafters, so they count
+            only until there are other measurements.
         """
         if seconds <= 0.0:
             return
@@ -334,9 +334,9 @@ class CostModel:
 class _Levels:
     """Logarithms of drafting times, by number of levels.
 
-    A number of levels that was not drafted for long is measured again. One that was measured fewer than `FEW` times
-    counts only if it is cheaper than the others predict. Otherwise a slow first draft, or a pause of the machine, would
-    prevent it from being tried again.
+    A number of levels that was not drafted for long is measured again. A number of levels that was measured fewer than
+    `FEW` times counts only if it is cheaper than the others predict. Otherwise a slow first draft, or a pause of the
+    machine, would prevent it from being tried again.
     """
 
     def __init__(self) -> None:

@@ -122,7 +122,7 @@ def forward_curve(
 def filled_cache(model: CausalLM, context: int, room: int, num_rows: int = 1) -> tuple[KVCache, int]:
     """Return a cache in which every row has ``context`` tokens, and this number.
 
-    It is reduced if the model's context is too short.
+    The context length is reduced if it exceeds the model's.
 
     Args:
       room: number of tokens that must fit after them.
@@ -150,7 +150,7 @@ class StepCosts:
     """Times of the parts of a step of a model, measured on this machine and stored on it.
 
     Args:
-      curves: repeated measurements of verification. Their spread shows the uncertainty.
+      curves: repeated measurements of verification. The spread of the measurements shows the uncertainty.
       host_seconds: seconds of a step besides drafting and verifying; plain steps have them, too.
       drafting: seconds of drafting by number of levels, for one row, by the title of the drafting mode.
       measured: time of the newest measurement.
@@ -166,12 +166,12 @@ class StepCosts:
     def is_settled(self, num_curves: int) -> bool:
         """Return whether ``num_curves`` curves need no further measurement.
 
-        On a busy machine `FEW` times as many are required.
+        On a busy machine, `FEW` times as many measurements are required.
         """
         return len(self.curves) >= num_curves * (1 if self.is_steady else FEW)
 
     def add(self, curve: CostCurve, is_steady: bool) -> None:
-        """Add one measurement. Measurements of a quiet machine replace those of a busy one."""
+        """Add one measurement. Measurements of an idle machine replace those of a busy one."""
         if is_steady == self.is_steady:
             self.curves += (curve,)
         elif is_steady:
@@ -198,7 +198,7 @@ class StepCosts:
         """
         content = json.loads(json.dumps({"facts": facts, **asdict(self)}))  # as it will be read: keys become strings
         try:
-            keep_json(_file_of(facts), {**content, "digest": _digest(content)})
+            keep_json(_file_of(facts), {**content, "digest": digest_of(content)})
         except OSError as error:
             logger.debug("costs are not stored in %s: %s", _file_of(facts), error)
 
@@ -207,7 +207,7 @@ class StepCosts:
         """Load the costs stored by an earlier process; None if there are none, or if the file is damaged."""
         try:
             read = json.loads(_file_of(facts).read_text(encoding="utf-8"))
-            if read.pop("digest") != _digest(read):
+            if read.pop("digest") != digest_of(read):
                 return None
             return cls(
                 tuple(map(CostCurve.read, read["curves"])),
@@ -229,8 +229,8 @@ def prices_of(
 ) -> StepCosts:
     """Return the step costs of a target on this machine: stored ones, else measured now (two seconds per curve).
 
-    They are valid for the same shapes, dtype, execution, number of threads and versions. Measurements of a busy machine
-    are repeated by the next few processes.
+    Measured costs are valid for the same shapes, dtype, execution, number of threads and versions. Measurements of a
+    busy machine are repeated by the next few processes.
 
     Args:
       num_curves: number of curves needed.
@@ -262,7 +262,7 @@ def cost_curve(target: CausalLM) -> CostCurve:
 
 
 def forget_curve(facts: Mapping[str, Any]) -> None:
-    """Drop a stored curve that steps have shown to be wrong. It is measured again when it is needed next."""
+    """Drop a stored curve that steps have shown to be wrong. The curve is measured again when it is needed next."""
     for target in [target for target, known in _known.items() if known[0] == facts]:
         del _known[target]
     with suppress(OSError):
@@ -271,10 +271,10 @@ def forget_curve(facts: Mapping[str, Any]) -> None:
 
 @torch.inference_mode()
 def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bool]:
-    """Time forward passes of several sizes, each paired with a single-node pass, and one after a long context.
+    """Time forward passes of several sizes, each together with a single-node pass. Time one more after a long context.
 
-    The result uses the medians of the ratios within these pairs. Both passes of a pair run at the same speed of the
-    machine, whatever that is.
+    The result uses the medians of the ratios within these pairs. Both passes of a pair are timed close together, so
+    they run at the same speed of the machine.
 
     Args:
       seconds: approximate time limit; every pair is timed at least once after a warm-up.
@@ -342,7 +342,7 @@ def facts_of(target: CausalLM) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "layers": getattr(model.config.get_text_config(), "num_hidden_layers", 0),
-        "shapes": _digest(shapes),
+        "shapes": digest_of(shapes),
         "dtype": str(target.dtype),
         "execution": target.execution.kind,
         "device": _device(str(target.device)),
@@ -350,6 +350,7 @@ def facts_of(target: CausalLM) -> dict[str, Any]:
         "versions": _versions(),
         **({} if target.quantization is None else {"packed_bytes": target.execution.packed_bytes}),
         **({} if target.kv_dtype is None else {"kv_dtype": str(target.kv_dtype)}),
+        **({} if target.activations is None else {"activations": target.activations}),
     }
 
 
@@ -366,10 +367,11 @@ def _versions() -> list[str]:
     return [foredraft.__version__, torch.__version__, transformers.__version__]
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """Short digest of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def _file_of(facts: Mapping[str, Any]) -> Path:
     """Path of the stored measurements for these facts."""
-    return cache_folder("costs", f"{_digest(facts)}.json")
+    return cache_folder("costs", f"{digest_of(facts)}.json")

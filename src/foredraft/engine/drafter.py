@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DraftCache:
-    """Keys and values that a drafter keeps beside the target's. Row i of it is row i of the target's cache.
+    """Keys and values that a drafter keeps beside the target's. Row i of a draft cache is row i of the target's cache.
 
     The engine adds, moves, copies and removes rows (`CacheGroup`). The drafter fills them and sets their lengths.
 
@@ -38,11 +38,11 @@ class DraftCache:
       cache: cache of all rows; rows that the drafter does not serve have length 0.
       column_bytes: function that returns the memory of one column of one row, in bytes.
       most_columns: maximum number of columns per row, for a cache that does not grow with the row; None if it grows.
-      writer: function that returns an identity of what computed the columns, including the version of its weights.
-        Prompts that begin like an earlier one reuse its columns only if the identities are equal. None if columns are
-        never reused.
-      lag: number of following tokens on which a column depends, for columns made from the target's features of prompts;
-        the target reads a reused prompt again from the end of such columns. None for columns that the drafter makes
+      writer: function that returns an identity of the code and weights that computed the columns, weight version
+        included. Prompts that begin like an earlier one reuse its columns only if the identities are equal. None if
+        columns are never reused.
+      lag: number of following tokens on which a column depends, for columns made from the target's features of prompts.
+        The target reads a reused prompt again from the end of such columns. None for columns that the drafter makes
         from tokens alone.
     """
 
@@ -55,17 +55,17 @@ class DraftCache:
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of a drafter: outputs of the target besides the logits, and caches of its own.
+    """Outputs of the target that a drafter needs in addition to the logits, and the drafter's own caches.
 
     Args:
       last_hidden: True for the input of the output embedding, after the final norm, in prompts and in decode steps.
       layer_inputs: indices of decoder layers whose inputs are needed, in prompts and in decode steps.
       prompt_logits: True for logits of prompts, which cost the output embedding for every token.
       prompts: True to receive prompts chunk by chunk, with or without features.
-      partial_prompts: True if the end of a prompt is enough when an earlier row has left its beginning in the cache.
-        Otherwise the target reads the whole prompt again, except for the part that the state of the earlier row covers
+      partial_prompts: True if the end of a prompt is enough when an earlier row has left its beginning in the cache. If
+        False, the target reads the whole prompt again, except for the part that the state of the earlier row covers
         (`RowState.cut`).
-      choices: True if the drafter will use the target's own choices at all nodes, so that they are computed once for
+      choices: True if the drafter will use the target's own choices at all nodes. They are then computed once for both
         the acceptance rule and the drafter.
       caches: caches of the drafter, kept beside the target's.
     """
@@ -104,16 +104,16 @@ class DrafterFacts:
 
     Args:
       name: name in statistics and messages, and source of the nodes that it proposes.
-      is_free: True if its drafts cost next to nothing, since it needs neither a model nor forward passes.
-      drafts_from_text: True if it uses only the tokens of rows, so that it can be tried on existing texts.
+      is_free: True if drafts cost almost nothing, because the drafter needs neither a model nor forward passes.
+      drafts_from_text: True if the drafter uses only the tokens of rows, so that it can be tried on existing texts.
       is_shared: True if a draft for one request may contain tokens from other requests. Such a drafter does not serve
         requests with a salt.
       usual_acceptance: typical share of drafted tokens that are accepted after accepted ones, if it is similar for all
-        texts. A governor starts with it.
-      validated_acceptance: share of drafts whose first token the target accepted when heads were validated, by the name
-        of the mode that drafts.
-      arms: titles of its drafting modes, if measured time should choose among several.
-      arm: index of the mode that it uses if nobody chooses (`DraftSize.arm`).
+        texts. A governor starts with this share.
+      validated_acceptance: share of drafts whose first token the target accepted when the head was validated, by the
+        name of the mode that drafts.
+      arms: titles of the drafter's modes, if measured time should choose among several.
+      arm: index of the mode that is used if none is chosen (`DraftSize.arm`).
     """
 
     name: str = ""
@@ -159,10 +159,10 @@ class StepResult:
     Args:
       tree: the draft that was verified.
       path: accepted nodes, root first; ``len(path) - 1`` drafted tokens were accepted.
-      emitted: tokens that were appended to the row: the accepted ones and the bonus, cut where the row finished.
+      emitted: tokens that were appended to the row: the accepted tokens and the bonus, cut where the row finished.
       features: features by node of the tree.
-      text_features: features of the tokens that were committed, whoever proposed them; entry i belongs to the token
-        before ``emitted[i]``. None if these are the nodes of ``path``.
+      text_features: features of the committed tokens of any drafter; entry i belongs to the token before
+        ``emitted[i]``. None if these are the nodes of ``path``.
     """
 
     tree: DraftTree
@@ -199,15 +199,16 @@ def own_result(tree: DraftTree, result: StepResult) -> StepResult:
 
 
 class Drafter(ABC):
-    """Proposes continuations. They affect only the speed of the engine, never its output.
+    """Proposes continuations. Drafters affect only the speed of the engine, never its output.
 
     A row is a `Row`; ``row.token_ids`` ends with the pending token. A drafter keeps its state of a row in
-    ``row.state[self]``: any object, made in ``start``, that ends with the row. If it is a `RowState`, it can also be
-    copied for another sample of a prompt, and cut for a prompt that begins with the same tokens.
+    ``row.state[self]``: any object, made in ``start``, that ends with the row. A `RowState` can also be copied for
+      another sample of a prompt, and cut for a prompt that begins with the same tokens.
 
-    The life of a row: ``start`` is called for each chunk if the drafter reads prompts, and once more with an empty
-    chunk when the prompt is in the target's cache. A copied or cut state is in ``row.state`` before that. Then
-    ``propose`` and ``observe`` alternate, for any subset of the started rows in any order.
+    Order of calls for a row: if the drafter reads prompts, ``start`` is called for each chunk. It is called once more,
+    with an empty chunk, when the prompt is in the target's cache. A copied or cut state is in ``row.state`` before
+    that. After
+      ``start``, ``propose`` and ``observe`` alternate, for any subset of the started rows in any order.
     """
 
     facts: DrafterFacts = DrafterFacts()
@@ -221,7 +222,7 @@ class Drafter(ABC):
         """Return the needs of the drafter; called once, by the engine that will run it.
 
         A drafter that drafts with the target itself keeps both arguments. Row ``row.slot`` of ``cache`` contains all
-        tokens of a row except the pending one. A drafter may write after the committed columns. It must leave
+        tokens of a row except the pending one. A drafter may write after the committed columns. The drafter must leave
         ``cache.lengths`` unchanged and all values finite (`KVCache.erase`), because 0 * NaN is NaN in masked columns,
         too.
         """
@@ -235,7 +236,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
-        """Return one draft per row within its budget, whose depth may be 0.
+        """Return one draft per row, within the draft size of the row; its depth may be 0.
 
         The root of a draft is ``row.token_ids[-1]``.
 
@@ -259,7 +260,7 @@ class ContextDrafter(Drafter):
 
     @abstractmethod
     def propose_row(self, row: Row, budget: DraftSize) -> DraftTree:
-        """Return a draft for one row within its budget, whose depth is 1 or more."""
+        """Return a draft for one row, within its draft size, which has a depth of 1 or more."""
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[DraftSize]) -> list[DraftTree]:
         trees = []
@@ -273,7 +274,7 @@ class ContextDrafter(Drafter):
 
 
 class WrappingDrafter(Drafter):
-    """A drafter that combines other drafters. It passes every call of the engine to all of them, in order.
+    """A drafter that combines other drafters. Every call of the engine is passed to all of them, in order.
 
     Args:
       parts: the other drafters.

@@ -60,24 +60,25 @@ on two cores), drafts of which half were right only broke even.
 
 LEAST_PREDICTED = 1 / 3
 """Smallest acceptance probability of a predicted token that is drafted. By the rule of succession, a drafted prediction
-is thereby twice as long as the latest agreement.
+is therefore twice as long as the latest agreement.
 """
 
 
 class Drafts:
     """Calls a drafter, and adds the drafts that rows have themselves (`SamplingParams.prediction`, grammars).
 
-    After a fault, the rows of that call lose their drafter state, the lengths of the target's cache are restored, and
-    the rows go on decoding plainly. A draft that does not fit its row counts as a fault of this row alone. The first
+    After a fault, the rows of that call lose their drafter state, and the lengths of the target's cache are restored.
+    The rows continue without drafts. A draft that does not fit its row counts as a fault of this row alone. The first
     fault is logged as a warning. `RowStats.drafter_error` contains the fault of each row.
 
     A prediction and the drafter's draft are merged into one tree, in which the drafter's nodes come last. If the rule
     uses draft distributions, or only chains can be verified, the row's own draft replaces the drafter's. Nodes that the
-    grammar of a row does not allow are removed, except from drafts that are samples, which must stay complete. Tokens
-    that the target can read and never returns are removed, too. The drafter observes the outcome of its own proposals.
+    grammar of a row does not allow are removed. Drafts that are samples must stay complete, so nothing is removed from
+    them. Tokens that the target can read and never returns are removed, too. A drafter observes the outcome of its own
+    proposals.
 
     Args:
-      drafter: the drafter. An exception in its set-up is always raised.
+      drafter: the drafter. An exception in the set-up of the drafter is always raised.
       target: the model.
       cache: cache of the target.
       rule: acceptance rule.
@@ -180,7 +181,7 @@ class Drafts:
         return trees
 
     def none(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """Return empty drafts for rows without the drafter and without drafts of their own."""
+        """Return empty drafts for rows without the drafter, unless they have drafts of their request."""
         for row in rows:
             row.stats.num_undrafted_steps["fault" if row.stats.drafter_error else "governor"] += 1
         return [DraftTree.root(row.token_ids[-1]) for row in rows]
@@ -207,7 +208,7 @@ class Drafts:
         return chain.joined(scored(tree), limit.nodes)
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Report a step to the drafter, as if it had proposed the part of its draft that was verified.
+        """Report a step to the drafter, as if it had proposed only the verified part of its draft.
 
         No row may be plain.
         """
@@ -260,7 +261,7 @@ class Drafts:
 
         Args:
           memory: result of `kept`, or None.
-        Returns: number of these tokens that the drafter need not see. The target reads the others again.
+        Returns: number of the tokens that the drafter need not read. The target reads the other tokens again.
         """
         if row.is_plain:
             return num_tokens
@@ -392,7 +393,8 @@ class Drafts:
 
 
 def _cut(state: RowState, num_tokens: int) -> tuple[RowState, int] | None:
-    """Return the state after at most ``num_tokens`` tokens, and after how many exactly; None if there is none.
+    """Return the state after at most ``num_tokens`` tokens, and the exact number of tokens it covers; None if there is
+    none.
 
     Raises: TypeError, ConfigError if ``state.cut`` returns anything else.
     """
@@ -445,7 +447,7 @@ def _predicted(row: Row, prediction: Prediction, depth: int) -> DraftTree | None
     """Return the draft of a prediction, as far as it is likely enough.
 
     The prior chance that the next predicted token is right after n matching ones follows Laplace's rule of succession.
-    The acceptance model replaces it by experience.
+    The acceptance model replaces this estimate when it has measurements.
     """
     tokens = prediction.draft(row.token_ids, depth)
     if not tokens:

@@ -49,14 +49,15 @@ __all__ = ["Engine", "EngineConfig", "RowOutput", "TokenLogprobs"]
 NO_LIMIT = 1 << 20
 
 SHRINK_STEPS = 256
-"""Steps between two attempts to shrink the caches to what rows need. The copy takes less time than one step."""
+"""Steps between two attempts to shrink the caches to the size that the rows need. The copy takes less time than one
+step."""
 
 
 class Engine:
     """Runs many rows over one target and one drafter; rows join and leave between steps.
 
-    A step is either one prefill chunk or one round of propose, verify, accept, commit, observe, emit. It makes exactly
-    one forward pass of the target. Plain decoding is the round with the empty draft.
+    A step is either one prefill chunk or one round of propose, verify, accept, commit, observe, emit. A step makes
+    exactly one forward pass of the target. Plain decoding is the round with the empty draft.
 
     Args:
       target: the model whose distribution is preserved.
@@ -153,7 +154,7 @@ class Engine:
         """Queue a prompt and return its ``params.n`` rows, which share the prefill.
 
         Args:
-          history_ids: the prompt as the row's logits processors should see it; see `Sampler`.
+          history_ids: the prompt that the row's logits processors should see; see `Sampler`.
           output_ids: tokens that each sample has generated already. With the same seed, the row continues this output.
           longest: length of the longest prompt of the batch, in tokens, if it decides on the frequencies of longrope.
 
@@ -276,7 +277,7 @@ class Engine:
         self.profile.prefill_seconds += perf_counter() - start
 
     def _decode(self, rows: list[Row]) -> list[RowOutput]:
-        """Run one round over the rows that are decoding. Plain decoding is this round with the empty draft.
+        """Run one round over the rows that are decoding. Plain decoding is a round with the empty draft.
 
         Node 0 of every draft is the row's pending token, which is part of the row and not yet in the cache. If the
         drafter fails, its rows go on with empty drafts and so with the same output (`Drafts`).
@@ -353,9 +354,10 @@ class Engine:
 
         The accepted tokens and the bonus must fit into the remaining budget.
 
-        Limits are set only here; governor and drafter may choose less. If bitwise equality is guaranteed (`Guarantee`),
-        a draft has at most as many nodes as one forward pass can compute with the bits of single tokens. Drafts may
-        branch only if rule and model support trees. A row in doubt gets no draft. A request may set a smaller limit.
+        Draft limits are set only in this function; governor and drafter may choose less. If bitwise equality is
+        guaranteed (`Guarantee`), a draft has at most as many nodes as one forward pass can compute with the bits of
+        single tokens. Drafts may branch only if rule and model support trees. A row in doubt gets no draft. A request
+        may set a smaller limit.
         """
         max_nodes, of_guarantee = self._scheduler.max_nodes, min(self._guarantee.max_nodes, NO_LIMIT)
         takes_trees = self.config.rule.takes_trees and self.target.supports_trees
@@ -376,7 +378,7 @@ class Engine:
     def _attends(self, num_rows: int) -> bool:
         """Return whether the drafter serves batches of this many rows.
 
-        If not, rows rest: the drafter does not see them.
+        If False, rows rest: the drafter gets no calls for them.
         """
         return self.governor is None or self.governor.attends(num_rows)
 
@@ -413,9 +415,9 @@ class Engine:
         """Append the accepted tokens and the bonus to a row, count them, and finish the row if one of them ends it.
 
         A drafted token that makes the model return NaN harms the nodes beside it, because 0 * NaN is NaN in every
-        masked sum. So can values that a drafter has left in the cache. A failure therefore only puts the row in doubt
-        at first: its next step runs without a draft, over clean columns. If that step fails too, the row ends with an
-        error.
+        masked sum. Values that a drafter has left in the cache can also cause NaN. A failure therefore only puts the
+        row in doubt at first: its next step runs without a draft, over clean columns. If that step fails too, the row
+        ends with an error.
 
         Args:
           logits: logits of the nodes of all rows.
@@ -496,7 +498,7 @@ class Engine:
     def release_memory(self) -> None:
         """Free all keys and values, and tables that have grown with them, if no row is running.
 
-        The next step allocates them again. If rows are running, only memory that no row needs is freed.
+        The next step allocates the released memory again. If rows are running, only memory that no row needs is freed.
         """
         with self._use:
             self._shrink()
@@ -521,10 +523,10 @@ class ExclusiveUse:
 
     Tensors without a device are made on the CPU inside.
 
-    It never waits to enter, and Ctrl-C cannot leave it locked. The lock belongs to the frame of the ``with`` statement,
-    and a frame that is no longer on any stack has lost it, wherever it was interrupted. It is not a generator: a
-    generator that Ctrl-C leaves suspended runs its exit code when it is collected, which may be in the middle of a
-    later step.
+    Entering the context never waits, and Ctrl-C cannot leave it locked. The lock belongs to the frame of the ``with``
+    statement. A frame that is no longer on any stack has lost the lock, wherever it was interrupted. The class is not a
+    generator, because a generator that Ctrl-C leaves suspended runs its exit code when it is collected. That may be in
+    the middle of a later step.
 
     Args:
       clean_up: function to call after a block that did not run to its end, at the latest when the next block begins.
@@ -563,10 +565,10 @@ class ExclusiveUse:
 def _until_the_end(
     checker: StopChecker, tokens: Sequence[int]
 ) -> tuple[list[int], Finish | None, BaseException | None]:
-    """Return the tokens up to and including the one that ends the row, and the reason for the end.
+    """Return the tokens up to and including the token that ends the row, and the reason for the end.
 
-    If the tokenizer raises, return the tokens before the one that it cannot decode, and the error. Plain decoding
-    returns the same tokens.
+    If the tokenizer cannot decode a token, return the tokens before it, and the error. Plain decoding returns the same
+    tokens.
     """
     for length, token in enumerate(tokens, 1):
         try:

@@ -17,7 +17,7 @@ _BLOCK = 128
 class Features:
     """Values that the target has computed at the nodes of one row: of a draft, or of a chunk of a prompt.
 
-    This base class has no values. Features refer to the memory of a forward pass: read them during the call that
+    The base class has no values. Features refer to the memory of a forward pass: read them during the call that
     receives them, and copy values that must last longer.
 
     Raises: ConfigError for features that `Drafter.needs` does not name.
@@ -34,7 +34,7 @@ class Features:
     def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
         """The likeliest next tokens after these nodes by the raw logits, best first: int64 (len(nodes), k or V).
 
-        Decode steps always have them. Chunks of prompts have them if `Needs.prompt_logits` is set.
+        Decode steps always have top ids. Chunks of prompts have top ids if `Needs.prompt_logits` is set.
         """
         raise ConfigError(
             "a drafter used top_ids of a chunk or step without logits, such as the empty last chunk of a prompt; use "
@@ -45,7 +45,8 @@ class Features:
     def choices(self) -> tuple[int, ...]:
         """The target's own token after every node, accepted or not; -1 for a node without a usable distribution.
 
-        It is the token that decoding would emit after the node's path, by argmax or by the keyed noise of the row.
+        The choice is the token that decoding would emit after the node's path, by argmax or by the keyed noise of the
+        row.
         """
         raise _not_required("choices")
 
@@ -96,7 +97,7 @@ class RowFeatures(Features):
     Args:
       output: output of the forward pass.
       row: index of the row.
-      choices: choices at all nodes of all rows, if the drafter needs them. They depend on the text, so they are made
+      choices: choices at all nodes of all rows, if the drafter needs them. Choices depend on the text, so they are made
         before anything is emitted.
       nodes: indices of the nodes in the forward pass; None if they are the same.
     """
@@ -184,10 +185,10 @@ def _selected(values: torch.Tensor, nodes: Sequence[int]) -> torch.Tensor:
 def largest_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Ids (M, k) of the k largest entries of every row (M, V), best first; fewer if V is smaller.
 
-    Compiled kernels need one pass over every row. Without them, torch's own search through long rows takes ten times as
-    long as one pass for the maximum of every block, and the k largest entries lie in the k blocks with the largest
-    maxima. For example, with V = 8, blocks of 2 and k = 2: of (5 0 | 1 4 | 3 2 | 0 0) the maxima are 5 4 3 0, so blocks
-    0 and 1 contain 5 and 4.
+    Compiled kernels need one pass over every row. Without compiled kernels, torch's own search through long rows takes
+    ten times as long as one pass for the maximum of every block. The k largest entries are in the k blocks with the
+    largest maxima. Example with V = 8, blocks of 2 and k = 2: the maxima of (5 0 | 1 4 | 3 2 | 0 0) are 5 4 3 0, so
+    blocks 0 and 1 contain the largest entries 5 and 4.
     """
     num_rows, num_scores = scores.shape
     k = min(k, num_scores)

@@ -55,10 +55,10 @@ _SHOWN_SAMPLES = 3  # of a request in the repr of a result
 
 
 class FrozenList(list[T]):
-    """An immutable list, since vLLM's results are lists. It equals the tuple of its items and is hashable.
+    """An immutable list, since vLLM's results are lists. The list equals the tuple of its items and is hashable.
 
-    Its slices and sums are frozen lists as well. A sum that begins with another list is a plain list, and a sum that
-    begins with a tuple is a tuple.
+    Slices and sums are frozen lists as well. A sum that begins with another list is a plain list, and a sum that begins
+    with a tuple is a tuple.
     """
 
     __slots__ = ()
@@ -119,7 +119,7 @@ class Logprob:
 
 @dataclass(frozen=True, repr=False)
 class CompletionOutput:
-    """One sample of a request. Its repr is short; the fields contain everything.
+    """One sample of a request. The repr is short; the fields contain everything.
 
     Args:
       index: number of the sample, from 0 to ``n`` - 1.
@@ -153,8 +153,8 @@ class CompletionOutput:
 class RequestMetrics:
     """Counters and times of one request, with its samples pooled.
 
-    None of them compares with plain decoding. ``tokens_per_step`` is not a speed-up, since a step with a draft costs
-    more than a plain one. ``foredraft bench`` measures whether drafting is worth it.
+    None of these metrics compares with plain decoding. ``tokens_per_step`` is not a speed-up, since a step with a draft
+    costs more than a plain one. ``foredraft bench`` measures whether drafting is worth it.
 
     Args:
       speculative_decoding: vLLM's fields, see `speculative_metrics`.
@@ -189,7 +189,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, repr=False)
 class RequestOutput:
-    """The result for one prompt. Its repr is short; the fields contain everything.
+    """The result for one prompt. The repr is short; the fields contain everything.
 
     Args:
       prompt: text of the prompt; None for a prompt of token ids.
@@ -234,7 +234,8 @@ class StreamOutput:
       num_accepted: number of drafted tokens at the start of ``token_ids``.
       finish_reason, stop_reason: reasons for the end of the sample, set on its last delta.
       seed: seed of the request, as in `CompletionOutput`.
-      texts: ``text`` in pieces, one for each token, possibly empty: the text that became certain with it.
+      texts: the pieces of ``text``, one for each token and possibly empty. A piece is the text that became certain with
+        the token.
       logprobs: log-probabilities for each token; None unless requested.
       tree: the draft that the step verified.
       prompt_logprobs: log-probabilities of the prompt, in the first delta of each sample; None in later ones and unless
@@ -319,20 +320,21 @@ def _by_drafter(stats: RowStats) -> dict[str, dict[str, int]]:
 
 
 class Completion:
-    """One sample of a request, up to the output delivered so far.
+    """One sample of a request, as far as its output has been delivered.
 
     Text is delivered once it is certain: its characters are complete, and no stop string may have begun in it.
 
     Args:
       row: the row of the engine. A sample whose row has no text delivers only tokens.
-      prompt_index: index of its prompt in the call.
+      prompt_index: index of the sample's prompt in the call.
 
     Attributes:
-      num_tokens: number of tokens delivered; smaller than that of the row if the tokenizer could not decode one.
+      num_tokens: number of delivered tokens. It is smaller than that of the row if the tokenizer could not decode a
+        token.
       logprobs: log-probabilities of these tokens; None unless requested.
-      finish_reason, stop_reason: reasons for its end; None while it runs.
-      error: the exception that ended it.
-      started, ended: times at which its first decode step began and its newest one ended.
+      finish_reason, stop_reason: reasons for the end of the sample; None while it runs.
+      error: the exception that ended the sample.
+      started, ended: times at which the sample's first decode step began and its newest one ended.
     """
 
     def __init__(self, row: Row, prompt_index: int) -> None:
@@ -405,7 +407,7 @@ class Completion:
     def _num_certain(self, text: Detokenizer) -> int:
         """Length of the text that later tokens cannot change.
 
-        At the end it is all text, with the stop string only if kept.
+        At the end of the output this is the whole text, with the stop string only if it is kept.
         """
         if self.finish_reason is None:
             if not self._stops:
@@ -420,7 +422,7 @@ class Completion:
         return len(text.text)
 
     def output(self) -> CompletionOutput:
-        """Return the result so far. A running sample counts as aborted, with the text of all its tokens."""
+        """Return the current result. A running sample counts as aborted, with the text of all its tokens."""
         row, text = self.row, ""
         if self._text is not None:
             is_whole = self.finish_reason not in (None, "abort")
@@ -441,8 +443,8 @@ class Completion:
 class Stream(Iterator[StreamOutput]):
     """The stream of the requests of one call, step by step.
 
-    Iterate over it for the deltas. `outputs` returns the results collected so far, at any time. To end it early, use it
-    as a context manager or close it.
+    Iterate over a stream to get the deltas. `outputs` returns the results collected up to now, at any time. To end a
+    stream early, use it as a context manager or close it.
     """
 
     _is_closed = True  # until `__init__` has finished
@@ -486,7 +488,7 @@ class Stream(Iterator[StreamOutput]):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens generated so far, in all samples."""
+        """Number of generated tokens, in all samples."""
         return sum(completion.num_tokens for completion in self._completions)
 
     @property
@@ -506,12 +508,12 @@ class Stream(Iterator[StreamOutput]):
 
     @property
     def fault(self) -> BaseException | None:
-        """The exception that broke off a step, or the first error that ended a sample; None if there was none."""
+        """The exception that ended a step early, or the first error that ended a sample; None if there was none."""
         return self._failure or next((each.error for each in self._completions if each.error is not None), None)
 
     @property
     def is_waiting(self) -> bool:
-        """True if none of its rows has been part of a step yet."""
+        """True if no row of the request has been part of a step yet."""
         rows = [completion.row for completion in self._completions]
         return not any(row.num_prefilled or row.num_steps or row.is_finished for row in rows)
 
@@ -558,7 +560,8 @@ class Stream(Iterator[StreamOutput]):
             self._runner.abandon(self._running)
 
     def _take(self, output: RowOutput, started: float, ended: float) -> None:
-        """Deliver the tokens that a step, between these times, added to a row."""
+        """Deliver the tokens that a step added to a row. The arguments are the times at which the step began and
+        ended."""
         row, tokens = output.row, output.token_ids
         completion = self._running[row]
         is_first = completion.started is None and not completion.num_tokens
@@ -614,14 +617,16 @@ class Stream(Iterator[StreamOutput]):
         )
 
     def _prompt_logprobs(self, place: int) -> list[dict[int, Logprob] | None] | None:
-        """Return log-probabilities of the prompt tokens read so far; None for the first one, and unless requested."""
+        """Return log-probabilities of the prompt tokens that have been read; None for the first token, and if they were
+        not requested."""
         row = self._samples[place][0].row
         if row.params.prompt_logprobs is None:
             return None
         return [None, *(self._logprobs(entry) for entry in row.prompt_logprobs)]
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """Return the log-probabilities at one token: its own first, then the most likely ones."""
+        """Return the log-probabilities at one token: those of the token itself first, then those of the most likely
+        tokens."""
         table = {entry.token: (entry.logprob, entry.rank)}
         for token, logprob, rank in zip(entry.top_ids, entry.top_logprobs, entry.top_ranks, strict=True):
             table.setdefault(token, (logprob, rank))
@@ -661,9 +666,9 @@ class Stream(Iterator[StreamOutput]):
 class Runner:
     """Runs the requests of several calls over one engine.
 
-    The caller that waits for a stream runs steps until that stream has news; news of other streams are kept for them.
-    So calls from several threads, and calls made while a stream is open, share batches and are all correct. A stream
-    without any reference is ended before the next step.
+    The caller that waits for a stream runs steps until that stream has new output. Output of other streams is kept for
+    their callers. Calls from several threads, and calls made while a stream is open, therefore share batches and are
+    all correct. A stream without any reference is ended before the next step.
 
     Args:
       new_engine: function that makes the engine, and makes it again when the execution of the target changes.
@@ -710,7 +715,7 @@ class Runner:
 
         Args:
           params: for each prompt, a function from the number of the request to its parameters.
-          is_counted: True if its rows count for the log line about a low gain.
+          is_counted: True if the rows of the request count for the log line about a low gain.
 
         Raises: PromptError with the index of the prompt; UnsupportedModelError if the caller has changed the model so
         that it cannot be decoded exactly.
@@ -774,7 +779,7 @@ class Runner:
     def step(self) -> bool:
         """Run one step for all streams, for a thread that does nothing else; return False if there was nothing to do.
 
-        Streams store its results, or the exception that breaks it off.
+        Streams store the results of the step, or the exception that ends it early.
         """
         with self._lock:
             self._end_abandoned()
@@ -905,7 +910,7 @@ def _rest_when_idle(runner_of: weakref.ref[Runner]) -> None:
 def log_low_gain(counts: RowStats, method: str, model: str) -> bool:
     """Log a line if drafting gained little over many steps, with counters that show why; return whether it was logged.
 
-    It never claims a gain.
+    The log line never claims a gain.
     """
     if counts.num_steps < MIN_STEPS or counts.tokens_per_step >= LOW_GAIN:
         return False

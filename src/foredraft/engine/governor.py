@@ -1,6 +1,6 @@
 """Governor: chooses the drafting mode and the draft size that maximise tokens per second.
 
-It uses step times and acceptance rates measured while decoding. Plain decoding is one of the choices.
+The governor uses step times and acceptance rates measured while decoding. Plain decoding is one of the choices.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ INTERVAL = 4
 """Number of steps between two decisions, if neither rows nor limits change."""
 
 PROBE_DEPTH = 2
-"""Depth of a draft made only to measure its cost and acceptance. It is the smallest depth that shows the cost of one
-more level.
+"""Depth of a draft made only to measure its cost and acceptance. One level is the smallest depth that shows the cost of
+a further level.
 """
 
 TURN = 8
@@ -45,24 +45,25 @@ TO_LOSE = 16.0
 """Time, in plain steps, that each mode may lose before rows go on without drafts: an eighth of an answer."""
 
 TO_RETURN = 0.25
-"""Fraction of this budget that must be restored before drafting is tried again. Later texts may suit it better."""
+"""Fraction of this budget that must be restored before drafting is tried again. Later texts may suit the drafter
+better."""
 
 BEARABLE = 0.03
-"""Fraction of the speed of plain decoding that drafting may lose without being given up (issue 26: never slower by
-more).
+"""Largest fraction of the speed of plain decoding that drafting may lose before it is stopped (issue 26: never slower
+by more).
 """
 
 APART = 0.1
-"""Fraction of a batch's remaining steps. A row that is ahead of the slowest row by this many steps is 1/e times as
-likely to end last.
+"""Lead over the slowest row, as a fraction of a batch's remaining steps. A row that is ahead of the slowest row by this
+many steps is 1/e times as likely to end last.
 """
 
 USUAL_TRIALS = 8.0
 """Number of outcomes for which a drafter's usual acceptance rate counts, so that a few misses do not outweigh it."""
 
 Worth: TypeAlias = Callable[[int, bool], float]
-"""Function of (number of nodes, whether all drafts are chains). It returns the number of tokens that could be generated
-otherwise in the time of verifying these nodes.
+"""Function of (number of nodes, whether all drafts are chains). The function returns the number of tokens that could be
+generated otherwise in the time of verifying these nodes.
 """
 
 Chances: TypeAlias = list[tuple[float, int]]
@@ -99,8 +100,8 @@ class _Pace:
       time: decayed sum of the step times, relative to a plain step.
       share: recent share of steps that verified a draft.
       length: recent mean of drafted nodes per row in such steps, without the pending one.
-      num_steps: number of steps so far.
-      credit: time, in plain steps, that may be lost by trying this mode again.
+      num_steps: number of steps.
+      credit: time, counted in plain steps, that may still be lost by trying this mode again.
     """
 
     tokens: float = 0.0
@@ -132,8 +133,8 @@ class _Batch:
 
     Each mode first gets a few steps. Afterwards the mode with the least recent time per token runs. The other modes get
     a turn as often as `SHARE` of the time, for all of them together, covers their expected loss. An account contains
-    the time, in plain steps, that drafting may still lose in such batches. When it is empty and no mode is nearly as
-    fast as plain decoding, rows rest.
+    the time, in plain steps, that drafting may still lose in such batches. When this budget is used up and no mode is
+    nearly as fast as plain decoding, rows rest.
 
     Args:
       num_ways: number of drafting modes.
@@ -174,7 +175,8 @@ class _Batch:
         self._account -= lost
 
     def count(self, lost: float) -> None:
-        """Count a step that took ``lost`` plain steps longer than plain decoding of its tokens."""
+        """Count a step. ``lost`` is the time, in plain steps, by which it took longer than plain decoding of its
+        tokens."""
         self._left -= 1
         if len(self.paces) > 1 and not self.is_resting:
             for way, pace in enumerate(self.paces):
@@ -194,12 +196,12 @@ class _Way:
 
     Args:
       number: index of the mode in `DrafterFacts.arms`.
-      reach: depth of the deepest draft so far.
+      reach: largest depth of any draft until now.
       is_at_end: True if the drafter was allowed to draft deeper and did not.
       widths: number of kept nodes per row, by depth, for drafts that branch.
       coverage: share of the acceptance probability that the kept nodes have, by depth.
       value: expected gain, in tokens per row, of the best parts of drafts with scores.
-      credit: time, in plain steps, that may be spent on drafts that are not expected to be worth it.
+      credit: time, counted in plain steps, that may still be spent on drafts that are not expected to be worth it.
       governing: recent time of deciding on a draft, in seconds.
     """
 
@@ -235,11 +237,11 @@ class Governor:
     otherwise in its time. A level is worth drafting if the same holds for its nodes, with the time of drafting
     included. Probabilities come from the engine's `AcceptanceModel`. Times are learned per number of rows and nodes
     (`CostModel`). If drafting is not worth it, `SHARE` of the time is spent on drafts that show whether this has
-    changed. A drafter with several modes (`DrafterFacts.arms`) uses the one with the least recent time per token, and
-    plain decoding is one more option. If all modes lose, rows rest: the drafter does not see them any more.
+    changed. If a drafter has several modes (`DrafterFacts.arms`), the governor uses the one with the least recent time
+    per token. Plain decoding is one more option. If all modes lose, rows rest: the drafter gets no more calls for them.
 
     The depth is decided every fourth step, and whenever rows change. The nodes to verify are chosen in every step, with
-    the node costs of the last decision. One governor serves all requests of a drafter and keeps what it has learned.
+    the node costs of the last decision. One governor serves all requests of a drafter and keeps its measurements.
 
     Args:
       costs: cost model of steps.
@@ -396,8 +398,9 @@ class Governor:
     def _is_plain_due(self, num_rows: int) -> bool:
         """Return whether a step should run without a draft, so that the cost of plain steps stays known.
 
-        It is due sooner while that cost is unknown. With several rows it is due very soon, because the curve was
-        measured with one row, and a wrong cost of plain steps makes an additional node look nearly free or expensive.
+        A plain step is due sooner while that cost is unknown. With several rows a plain step is due very soon. The
+        curve was measured with one row, and with a wrong cost of plain steps an additional node looks nearly free or
+        too expensive.
         """
         if self.costs.times_seen(num_rows, num_rows) >= FEW:
             return self._since_plain >= MEMORY
@@ -481,7 +484,7 @@ class Governor:
     def _probed(self, drafts: Sequence[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
         """Return the drafts to verify if none seems worth it: usually none, sometimes one, to measure its cost.
 
-        The curve is trusted only until some drafts were verified. A wrong curve must not prevent drafting for good.
+        The curve is trusted only until some drafts were verified. A wrong curve must not prevent drafting forever.
         """
         num_rows, costs = len(drafts), self.costs
         if costs.knows_drafts(num_rows):
@@ -624,8 +627,8 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
     """Make a governor that starts with the measured costs of forward passes on this machine; see `cost_curve`.
 
     Args:
-      profile: earlier measurements. Its costs are used if they are of this machine, its acceptance if it is of this
-        drafter.
+      profile: earlier measurements. The measured costs are used if they are of this machine, its acceptance if it is of
+        this drafter.
 
     Raises: ConfigError for a profile of another model.
     """
@@ -644,14 +647,14 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
 def weights_of(num_left: Sequence[float], share: float) -> list[float]:
     """Return the weight of a token in every row, for a batch in which no request waits for the slot of a row that ends.
 
-    The batch takes as long as the row that ends last. Tokens of other rows save only the cost of a row in later steps.
-    So the row-dependent cost of a step is shared by all rows, and the rest of the cost is shared by the rows that may
-    end last: each of k such rows gets a kth of it. Gains vary between rows, and the row with the smallest gain is the
-    last. This predicts the gain of batches of 8 recorded texts to 1.6 % for 64 steps and to 1.1 % for 200 steps
+    The duration of a batch is that of its longest row. Tokens of other rows save only the cost of a row in later steps.
+    The row-dependent cost of a step is therefore shared by all rows, and the rest of the cost is shared by the rows
+    that may end last: each of k such rows gets a kth of it. Gains vary between rows, and the row with the smallest gain
+    is the last. This predicts the gain of batches of 8 recorded texts to 1.6 % for 64 steps and to 1.1 % for 200 steps
     (dev/log, 2026-11-27).
 
     Args:
-      num_left: expected number of remaining steps of every row, at its pace so far.
+      num_left: expected number of remaining steps of every row, at its present rate.
       share: time of a step with one row fewer, as a share of the time of a step.
     """
     most, count = max(num_left), len(num_left)
@@ -687,7 +690,7 @@ def best_counts(found: Sequence[Chances], worth: Worth, *, are_chains: bool = Fa
 
 
 def _steps_left(row: Row) -> float:
-    """Maximum number of steps that a row has left, at its pace so far."""
+    """Maximum number of remaining steps of a row, at its present rate."""
     return row.num_remaining_tokens * (row.stats.num_steps + FEW) / (row.stats.num_emitted_tokens + FEW)
 
 

@@ -55,8 +55,8 @@ def raw_logprobs(tokens: Sequence[int], logits: torch.Tensor, k: int) -> list[To
     """Return log-probabilities of tokens under the model alone, without sampling parameters, summed in float32.
 
     Args:
-      logits: (N, V); row i precedes token i, and N may exceed the number of tokens. They are converted a few rows at a
-        time, so that they are never copied as a whole.
+      logits: (N, V); row i precedes token i, and N may exceed the number of tokens. Logits are converted a few rows at
+        a time, so that they are never copied as a whole.
     """
     found: list[TokenLogprobs] = []
     for first in range(0, len(tokens), FEW_NODES):

@@ -22,7 +22,7 @@ STEP = 64
 """Granularity in columns at which rows are counted. Drafts and padding of a step fit within one such unit."""
 
 PREFIX_DIVISOR = 4
-"""Divisor of the plan that limits the memory of cached prefixes. This memory comes on top of the plan."""
+"""Divisor of the plan that limits the memory of cached prefixes. The memory of prefixes is added to the plan."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class MemoryUse:
       allocated_bytes: memory of the target's and the drafter's caches, including views of constant size.
       planned_bytes: limit of the plan; None without a plan.
       planned_share: share of the plan that the rows occupy, see `MemoryPlan.fits`; None without a plan.
-      prefix_bytes: memory of cached prefixes, including the drafter's part. It comes on top of the plan, up to a
-        quarter of it.
+      prefix_bytes: memory of cached prefixes, including the drafter's part. Cached prefixes are added to the plan, up
+        to a quarter of it.
     """
 
     allocated_bytes: int
@@ -61,15 +61,16 @@ class MemoryPlan:
     A lazy cache (`KVCache.is_lazy`) allocates the columns of every row. Other caches allocate the longest row times the
     number of rows.
 
-    A request is admitted when it fits beside the running rows. If these have grown too long together, the newest row
-    gives up its slot and waits before all others. Its prompt is then read again, and its output so far is replayed.
+    A request is admitted when it fits beside the running rows. If the running rows have grown too long together, the
+    newest row gives up its slot and waits before all others. The prompt of that row is then read again, and its output
+    is replayed.
 
     Args:
       num_bytes: limit for keys and values of the target, drafts included, and for those caches of drafters that grow
         with the row.
       target: owner of the cache.
-      own_caches: caches of the drafter. Those of constant size, such as views of `sparse_kv`, are logged and come on
-        top.
+      own_caches: caches of the drafter. Caches of constant size, such as views of `sparse_kv`, are logged and added to
+        the plan.
       is_lazy: see `KVCache.is_lazy`.
       share: description of the share of free memory that ``num_bytes`` is; empty if bytes were given.
 
@@ -190,7 +191,7 @@ def bytes_per_token(target: CausalLM) -> int:
 def available_on(device: torch.device) -> int | None:
     """Memory that can still be allocated on a device, in bytes; None if the system does not report it.
 
-    On a CUDA device it is the free memory plus the memory that torch has reserved and does not use.
+    On a CUDA device the available memory is the free memory plus the memory that torch has reserved and does not use.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -57,7 +57,7 @@ class Profile:
       facts: facts of the target and the machine, see `foredraft.engine.costs`.
       curves: costs of verification.
       drafting: seconds of drafting by number of levels, for one row.
-      acceptance: probabilities that a draft that was right so far is right at depth 1, 2, ...
+      acceptance: probability that a draft is right at depth 1, 2, ... if it was right at all depths before.
       settings: best draft lengths derived from these measurements.
       details: measurement conditions, for people.
     """

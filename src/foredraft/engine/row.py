@@ -51,16 +51,18 @@ MOST_PLACES = 32
 
 
 class RowState:
-    """State that a drafter, or a part of one, keeps for a row as ``row.state[part]``. It ends with the row."""
+    """State that a drafter, or a part of one, keeps for a row as ``row.state[part]``. A state ends with its row."""
 
     def copied(self) -> RowState | None:
         """Return a copy for another sample of the row's prompt, which has just been read; None to start afresh."""
         return None
 
     def cut(self, num_tokens: int) -> tuple[RowState, int] | None:
-        """Return the state after at most ``num_tokens`` tokens, and after how many exactly; None if there is none.
+        """Return the state after at most ``num_tokens`` tokens, and the exact number of tokens it covers; None if there
+        is none.
 
-        The result is kept, together with the cached columns, for prompts that begin like the row. It may be cut again.
+        The result is kept, together with the cached columns, for prompts that begin like the row. A cut prefix may be
+        cut again.
         """
         return None
 
@@ -75,9 +77,9 @@ class RowState:
 class Prediction:
     """Position of an output within the predicted output that its request contains.
 
-    It starts at the first predicted token and advances while the output agrees. After a difference, the new position is
-    the one that the largest number of newest tokens lead to; among equals, the one nearest to the old position.
-    Inserted, missing and replaced tokens are thereby skipped.
+    The predicted text starts at the first predicted token and advances while the output agrees. After a difference, the
+    new position is the one that matches the largest number of the newest tokens. Among equals, the position nearest to
+    the old one is taken. In this way inserted, missing and replaced tokens are skipped.
 
     Args:
       tokens: the whole predicted output.
@@ -171,10 +173,10 @@ class Row:
         draft.
       num_changes: value of ``target.num_changes`` when the row entered the cache.
       is_plain: True if the row runs without the drafter, because the drafter has failed, is not worth its cost, or must
-        not see the row.
+        not read the row.
       acceptance: the engine's model of acceptance rates.
       prediction: predicted output, if the user gave one.
-      prompt_logprobs: log-probabilities of the prompt tokens read so far, if requested.
+      prompt_logprobs: log-probabilities of the prompt tokens that have been read, if requested.
       state: state of each drafter or part of one, keyed by it; see `RowState`.
       slot: index of the row in all caches of the engine; -1 if it has none.
       offset: distance from token index to position, for prompts beyond the original context of longrope.
@@ -215,7 +217,7 @@ class Row:
 
     @property
     def text(self) -> Detokenizer | None:
-        """Text of the output, decoded only as far as it has been needed; None if no text was requested."""
+        """Text of the output, decoded only as far as it was needed; None if no text was requested."""
         return self.checker.text
 
     @property
@@ -258,7 +260,7 @@ class Row:
     def learns_logprobs(self) -> bool:
         """True if the next chunk gives log-probabilities of the prompt.
 
-        Only the first sample of a request collects them.
+        Only the first sample of a request collects log-probabilities of the prompt.
         """
         wants = self.params.prompt_logprobs is not None and self.index == 0
         return wants and len(self.prompt_logprobs) == self.num_prefilled < self.num_prompt_to_read
@@ -371,7 +373,7 @@ class Admission:
         limit on its output ends at this length.
       contains_faults: see `EngineConfig`.
       grammars: compiled grammars, for structured outputs.
-      ids: counter for row ids. They stay unique when requests are added from several threads.
+      ids: counter for row ids. Row ids stay unique when requests are added from several threads.
     """
 
     target: CausalLM
@@ -420,7 +422,7 @@ class Admission:
         return rows
 
     def _continue(self, row: Row, output_ids: list[int]) -> None:
-        """Append an output that was generated earlier. It is replayed before the row goes on.
+        """Append an output that was generated earlier. The output is replayed before the row goes on.
 
         Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended earlier, or that
         the grammar of the row does not allow.

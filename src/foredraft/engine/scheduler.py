@@ -1,4 +1,4 @@
-"""Scheduler: which rows wait, read their prompts, or decode, and which cache slot each row has."""
+"""Scheduler: decides which rows wait, read their prompts, or decode, and which cache slot each row has."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class Scheduler:
 
     Running row i has slot i of the caches. Rows that decode come first, then rows that read their prompts. A row joins
     at the end of its group (decoding or reading) and leaves by swapping with the last row of the group. Both groups of
-    rows stay contiguous in the cache, so a forward pass over the rows of either group reads a plain view of the cache.
+    rows stay contiguous in the cache. A forward pass over the rows of either group therefore reads a plain view of the
+    cache.
 
     Prompts are read in chunks, all tokens but the last, and take turns. While rows decode, every prefill pass is
-    followed by a decode step, and it reads a single chunk, or several short ones of the same total size. So running
-    rows wait for at most one chunk, however many prompts arrive. If no row decodes, all prompts that may be read
-    together are read together. The start of a chunk depends only on its own prompt.
+    followed by a decode step. Such a pass reads a single chunk, or several short ones of the same total size. Running
+    rows therefore wait for at most one chunk, however many prompts arrive. If no row decodes, all prompts that may be
+    read together are read together. The start of a chunk depends only on its own prompt.
 
     Args:
       target: the model. If its weights change, prefixes of rows that started earlier are not kept.
@@ -46,7 +47,7 @@ class Scheduler:
       plan: memory plan of the caches; None for no limit.
       prefixes: store of prefixes of finished rows. Other engines that read prompts in chunks of the same size may share
         it.
-      owner: identity of the drafter, whose state in the store other drafters cannot use.
+      owner: identity of the drafter. Other drafters cannot use its state in the store.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Scheduler:
         return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self._cache.lengths))
 
     def queue(self, rows: list[Row], *, are_alike: bool) -> None:
-        """Queue the samples of a request. If they are alike, they share one reading of the prompt."""
+        """Queue the samples of a request. Samples that are alike share one reading of the prompt."""
         if are_alike:
             rows[0].forks = rows[1:]
             rows = rows[:1]
@@ -168,7 +169,7 @@ class Scheduler:
     def _send_back(self, row: Row) -> None:
         """Remove a row from its slot and let it wait before all others.
 
-        Its prompt is read again and its output replayed.
+        The prompt of the row is read again and its output replayed.
         """
         self._remove(row, erase=row.is_in_doubt)
         row.num_prefilled, row.num_replayed = 0, row.num_output_tokens
@@ -194,11 +195,11 @@ class Scheduler:
 
     @property
     def _grain(self) -> int:
-        """Number of columns of which a reusable prefix is a multiple, under bitwise exactness.
+        """Number of columns of which the length of a reusable prefix must be a multiple, under bitwise exactness.
 
         The values in the cache depend on the tokens and on the chunk boundaries, because long chunks are read by other
-        kernels than short ones and steps. So only columns of whole chunks have the bits that another prompt would
-        compute.
+        kernels than short chunks and steps. Therefore only columns of whole chunks have the bits that another prompt
+        would compute.
         """
         size = self._config.prefill_chunk_size
         return size if size > MOST_NODES and self._target.guarantee(self._config.exactness).keeps_bits else 1
@@ -253,7 +254,7 @@ class Scheduler:
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def start(self, rows: Sequence[Row]) -> None:
-        """Start decoding of rows whose prompts are in the cache, and of the other samples of their requests.
+        """Start to decode rows whose prompts are in the cache, together with the other samples of their requests.
 
         Rows with ``max_tokens`` 0 end immediately.
         """
@@ -320,7 +321,7 @@ class Scheduler:
             row.is_plain = True
 
     def resume(self) -> None:
-        """Return rows that went on without the drafter to it. Only for drafters that draft from tokens alone."""
+        """Return rows that went on without the drafter to it. The drafter must draft from tokens alone."""
         if not self._has_resting:
             return
         self._has_resting = self.num_decoding < len(self._rows)  # rows that read their prompts get it later
@@ -331,7 +332,8 @@ class Scheduler:
             self._drafts.start(rows, [PromptChunk.end_of(row) for row in rows])
 
     def _is_barred(self, row: Row) -> bool:
-        """Return whether a row may not use the drafter: it has failed, or it could reveal tokens of other requests."""
+        """Return whether a row may not use the drafter, because the drafter has failed or could reveal tokens of other
+        requests."""
         return bool(row.stats.drafter_error) or (row.cache_salt is not None and self._drafts.facts.is_shared)
 
     # -- removal -----------------------------------------------------------------------------------------------
@@ -357,7 +359,7 @@ class Scheduler:
         return withdrawn
 
     def end_all(self) -> None:
-        """Remove all rows after a step that broke off. This method may itself be interrupted and called again."""
+        """Remove all rows after a step that broke off. `end_all` may itself be interrupted and called again."""
         self._drafts.end(self._rows)
         found = dict.fromkeys(each for row in self._rows for each in (row, *row.forks))
         for row in self._rows:
@@ -377,7 +379,8 @@ class Scheduler:
             self._prefixes.clear()
 
     def _may_keep(self, row: Row) -> bool:
-        """Return whether the columns of a row may be kept: not if they may be wrong or come from other weights."""
+        """Return whether the columns of a row may be kept. They may not be kept if they can be wrong or come from other
+        weights."""
         is_doubtful = row.is_in_doubt or row.finish_reason == "error"
         return self._prefixes is not None and not is_doubtful and row.num_changes == self._target.num_changes
 

@@ -105,7 +105,7 @@ def describe_cuts(tokens: Counter[str], steps: Counter[str]) -> str:
 
 
 def describe_drafting(counts: RowStats, governor: Mapping[str, Any] | None) -> list[str]:
-    """Lines for people on what was drafted, and on the latest decision of the governor; none for plain decoding.
+    """Lines for people about the drafts and the latest decision of the governor; none for plain decoding.
 
     Args:
       governor: result of `foredraft.engine.governor.Governor.report`, if there is a governor.
@@ -188,7 +188,7 @@ class RowStats:
         """Count the tokens that limits cut from the draft of a step, or the cause of an empty draft.
 
         Args:
-          size: size given to the drafter: ``limits.budget``, or less if the governor reduced it.
+          size: draft size that the drafter received: ``limits.budget``, or less if the governor reduced it.
           cut: part of the draft within ``size``.
           is_empty: True if the row has no other draft either.
           is_plain: True if the row runs without the drafter.

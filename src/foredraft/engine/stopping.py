@@ -15,10 +15,10 @@ REPLACEMENT = "\ufffd"  # character to which an unfinished UTF-8 sequence decode
 class Detokenizer:
     """The text of one output, which grows as tokens arrive. A character appears once it is complete.
 
-    It is the only text of an output, streamed or whole. It equals ``tokenizer.decode(output_ids)`` with one exception:
-    complete characters stay, even if the decoder would take them back when incomplete bytes follow. Only a few trailing
-    tokens are decoded at a time, each of them once, by the first user of the text: the search for stop strings or a
-    stream.
+    The detokenized text is the only text of an output, streamed or whole. The text equals
+    ``tokenizer.decode(output_ids)`` with one exception: complete characters stay, even if the decoder would take them
+    back when incomplete bytes follow. Only a few trailing
+    tokens are decoded at a time. Each is decoded once, for the search for stop strings or for a stream.
 
     Attributes:
       text: text up to the last complete character, a stop string included.
@@ -66,8 +66,8 @@ class Detokenizer:
         """Text of the tokens since the last complete character. Replacement characters at its end may still change.
 
         A decoder that joins single bytes (byte fallback) decodes a run of bytes as a whole. If the run ends with an
-        incomplete character, it replaces the complete ones before it, too. The tokens since then are therefore decoded
-        alone.
+        incomplete character, it replaces the complete ones before it, too. The tokens after the last complete character
+        are therefore decoded separately.
         """
         if not self._rest:
             return ""
@@ -81,7 +81,7 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why a row ended: vLLM's reason ("stop", "length", "abort", "error") and what caused it."""
+    """Reason for the end of a row: vLLM's reason ("stop", "length", "abort", "error") and its cause."""
 
     reason: str
     cause: int | str | None = None
@@ -142,10 +142,11 @@ class StopChecker:
 
 
 def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str] | None:
-    """Return the index at which to cut a text and the stop string, as if it had arrived character by character.
+    """Return the index at which to cut a text, and the stop string. The result is the same as if the text had arrived
+    character by character.
 
     The match that ends first wins; among matches that end together, the longest. The first ``known`` characters contain
-    no match, so only matches that end after them count.
+    no match, so only matches that end after them are considered.
     """
     best: tuple[int, int, str] | None = None
     for stop in stops:

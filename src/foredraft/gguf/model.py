@@ -319,7 +319,7 @@ def _check_complete(model: Any, missing: Sequence[str], header: Header) -> None:
     used = sum(weight.numel() for weight in model.parameters())
     if stored > used:
         raise UnsupportedModelError(
-            f"{header.path} contains {stored} weights, but {type(model).__name__} of transformers "
+            f"{header.path} contains {stored} weights, but the {header.architecture} model of transformers "
             f"{transformers.__version__} has only {used} (without biases, perhaps, or a second head): its output "
             "would be wrong. Load the original model"
         )

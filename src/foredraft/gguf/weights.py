@@ -39,14 +39,14 @@ class Weights:
     Args:
       state: tensors by parameter name; NaN for those in ``codes``.
       codes: quantised weights by the name of their layer. They are read later.
-      experts: quantised weights (E * outputs, in) by the name of a mixture's experts and of their parameter. Several are
-        the parts of every expert, one after another.
+      experts: quantised weights (E * outputs, in) by the name of a mixture's experts and of their parameter. Parts
+        of every expert are numbered in their order.
       kept, dequantised: numbers of matrices by type.
     """
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     codes: dict[str, StoredCodes] = field(default_factory=dict)
-    experts: dict[str, dict[str, list[StoredCodes]]] = field(default_factory=dict)
+    experts: dict[str, dict[str, dict[int, StoredCodes]]] = field(default_factory=dict)
     kept: Counter[str] = field(default_factory=Counter)
     dequantised: Counter[str] = field(default_factory=Counter)
 
@@ -62,7 +62,12 @@ class Weights:
 
     def codes_by_experts(self, model: nn.Module) -> dict[nn.Module, dict[str, list[StoredCodes]]]:
         """Return the quantised weights of experts by module and name of their parameter."""
-        return {model.get_submodule(name): codes for name, codes in self.experts.items()}
+        return {
+            model.get_submodule(name): {
+                key: [parts[number] for number in sorted(parts)] for key, parts in named.items()
+            }
+            for name, named in self.experts.items()
+        }
 
 
 def type_name(tensor: TensorInfo) -> str:
@@ -188,8 +193,7 @@ class _Stacks:
             raise _other_shape(self._path, tensor, shape)
         if part.name in self._stored:
             layer, _, key = part.name.rpartition(".")
-            parts = found.experts.setdefault(layer, {}).setdefault(key, [None] * part.count)
-            parts[part.number] = file.codes(tensor, None)
+            found.experts.setdefault(layer, {}).setdefault(key, {})[part.number] = file.codes(tensor, None)
             found.kept[type_name(tensor)] += 1
             found.state[part.name] = released(shape, dtype)
             return

@@ -32,7 +32,7 @@ INDEX = ".index.json"
 
 Shape = tuple[int, ...]
 ACCEPTANCE = "first_token_acceptance"
-"""Config key of a head for the share of drafts, 0 to 1, whose first token the target accepted in validation."""
+"""Config key of a head: share of drafts whose first token the target accepted in validation, 0 to 1."""
 
 MAX_NAMED = 6
 """Largest number of tensor names of each kind in a message."""
@@ -126,7 +126,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def _find(location: str | os.PathLike[str], file: str, revision: str | None) -> Path | None:
-    """Return a file of a folder or hub id, downloaded if needed, or None if there is no file with this name."""
+    """Return a file of a folder or hub id, downloaded if needed; None if there is no file with this name."""
     folder = Path(os.fspath(location)).expanduser()
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
@@ -161,7 +161,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _split(location: str | os.PathLike[str], index: Path, revision: str | None) -> dict[str, Tensor]:
-    """Return the tensors of a sharded checkpoint; of duplicates, the one from the file in the index."""
+    """Return the tensors of a sharded checkpoint. Of duplicates, the tensor in the file that the index names is
+    used."""
     files = weight_map(index)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
@@ -200,7 +201,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """Return 8-bit floats as bfloat16, without loss; scales beside them are refused later as unknown tensors."""
+    """Return 8-bit floats as bfloat16, without loss. If the file also has scales, they are refused later as unknown
+    tensors."""
     return tensor.bfloat16() if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
@@ -208,7 +210,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
-    """Describe how tensor names and shapes differ from those of a layout, in a sentence, or "" if they agree.
+    """Describe, in a sentence, how tensor names and shapes differ from those of a layout; "" if they agree.
 
     A matrix with the two sizes of its shape swapped is called transposed, for instance {"fc": (4, 8)} against (8, 4).
     """

@@ -21,8 +21,9 @@ class EagleShape:
         streams.
       layer: sizes of the decoder layers.
       target_size: H of the target.
-      streams: features that the head reads, as indices of the target's layers whose inputs it reads. The number of the
-        target's layers means the last hidden state after the final norm, the only stream of EAGLE-1 and 2.
+      streams: features that the head reads, as indices of the target's layers; the feature is the input of the layer.
+        The number of the target's layers means the last hidden state after the final norm, the only stream of EAGLE-1
+        and 2.
       num_layers_of_target: L of the target.
       num_layers: number of decoder layers; layers after the first read only the residual stream.
       has_fc_bias: True if the fusing layer has a bias.
@@ -64,7 +65,8 @@ class EagleShape:
 
 
 def default_streams(num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs EAGLE-3 reads: 2, L//2 and L-3, or neighbours of these where they would coincide.
+    """Return the layers whose inputs EAGLE-3 reads: 2, L//2 and L-3. If two of these are the same layer, a neighbour
+    replaces one.
 
     30 layers give (2, 15, 27), and 5 layers give (2, 3, 4). For 2 to 4 layers the last stream is the last hidden
     state: (0, 1, 2), (0, 2, 3), (2, 3, 4).
@@ -84,8 +86,8 @@ def default_streams(num_layers: int) -> tuple[int, ...]:
 class EagleHead(nn.Module):
     """Head of EAGLE-1, 2 or 3.
 
-    Entry t of the head's cache is computed from the target's feature after token t and from token t + 1, at position
-    t. Its output predicts the token after token t + 1.
+    Entry t of the head's cache is computed from the target's feature after token t and from token t + 1, at position t.
+    The output of the head predicts the token after token t + 1.
 
     Source: EAGLE (Li et al. 2024, arXiv:2401.15077); EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
 
@@ -185,7 +187,8 @@ class EagleHead(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """First layer of EAGLE-3, whose queries, keys and values are computed from embedding and feature side by side."""
+    """First layer of EAGLE-3. The queries, keys and values of this layer are computed from the embedding and the
+    feature, concatenated."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Published layouts of EAGLE heads: the authors' own, that of the package speculators, and variants of both.
+"""Published layouts of EAGLE heads: those of the authors and of the package speculators, and variants of both.
 
-The structure is read from the tensors. The config supplies what tensors do not show, such as head counts, rotary
-parameters and flags of norms. If the config contradicts the tensors, the tensors are used and a note is returned, or
-the checkpoint is refused."""
+The structure is read from the tensors. The config has the properties that tensors do not show, such as head counts,
+rotary parameters and flags of norms. If the config contradicts the tensors, the tensors are used and a note is
+returned, or the checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -219,8 +219,7 @@ class StructureReader:
     def _streams(self) -> tuple[int, ...]:
         """Return the features that the head reads, as indices of layers whose inputs are read.
 
-        Two conventions exist. A list that begins with 1 names layers whose outputs are read, so one is added to each
-        index.
+        Two conventions exist. A list that begins with 1 names layers by their outputs, so one is added to each index.
         """
         num_layers = self.target.num_layers
         if self.config.get("use_aux_hidden_state") is False:

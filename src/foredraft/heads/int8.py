@@ -162,7 +162,7 @@ class Int8Head:
           branches: number of children per node.
           beam: number of nodes per level that get children.
           most: largest number of nodes of the draft, root included.
-          power: exponent of the probabilities, which are then normalised.
+          power: exponent of the probabilities. The results are normalised.
           least_mass: least total probability of the nodes to expand next; see `Growth`.
           least: lowest score of a node that is expanded.
           sampler: sampler of the target's tokens; None if the target is greedy.
@@ -261,4 +261,5 @@ def _matrix(layers: Sequence[nn.Module], kernels: Library) -> CodesMatrix:
     if any(each is not None for each in biases):
         pairs = zip(weights, biases, strict=True)
         bias = torch.cat([torch.zeros(len(weight)) if each is None else each.float() for weight, each in pairs])
-    return CodesMatrix([Unrounded.of(weight, 8) for weight in weights], bias, kernels, activation_bytes=1)
+    parts = [Unrounded.of(weight, 8) for weight in weights]
+    return CodesMatrix(parts, bias, kernels, activation_bytes=1, ignores_infinite=True)

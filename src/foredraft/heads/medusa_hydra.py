@@ -36,8 +36,8 @@ class HeadsShape:
         published checkpoints.
       has_bias: True if Medusa's blocks have a bias.
       prefix: sizes of the layer that attends to earlier tokens (Hydra++); None without one.
-      offset: hidden state that Hydra heads read, as a number of layers before the last; 0 for the last one, after the
-        final norm.
+      offset: hidden state that Hydra heads read, counted in layers before the last; 0 for the last hidden state, after
+        the final norm.
     """
 
     hidden_size: int
@@ -174,8 +174,8 @@ class MultiHeads(nn.Module):
 
         Args:
           head: index of the head.
-          inputs: (M, H), context vectors. For heads that read the path, (M, (head + 2) H): each context vector,
-            followed by the embeddings of the pending token and of the ``head`` drafted tokens after it.
+          inputs: (M, H), context vectors. For heads that read the path, inputs are (M, (head + 2) H): each context
+            vector, followed by the embeddings of the pending token and of the ``head`` drafted tokens after it.
           output: target's output layer, for heads without their own.
 
         Returns: (M, V), or (M, V_d) if the output layers cover a part of the vocabulary.

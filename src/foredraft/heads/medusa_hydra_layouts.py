@@ -221,7 +221,7 @@ def _filled(make: Callable[[], Heads], tensors: Mapping[str, Tensor], copies: st
     Args:
       make: function that makes the module.
       tensors: tensors by parameter name.
-      copies: name of the layers of which all but the first are copies; "" if there are none.
+      copies: name of the group of layers in which every layer is a copy of the first; "" if there is none.
       name: name of the checkpoint, for messages.
     """
     dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)

@@ -33,7 +33,7 @@ def eagle_generation(config: Mapping[str, Any], names: frozenset[str]) -> int | 
 
     Args:
       config: content of config.json.
-      names: names of the head's tensors; if empty, the config alone decides.
+      names: names of the head's tensors; if empty, only the config is used.
     """
     if names:
         own = {eagle_name(name) for name in names}
@@ -75,7 +75,7 @@ HYDRA_COPIES = re.compile(
 
 
 def is_medusa(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
-    """Return whether these are Medusa heads, by the config, or by the tensor names if the config does not say.
+    """Return whether these are Medusa heads. The config decides, or the tensor names if the config has no answer.
 
     A model that was trained with its heads (Medusa-2) counts, because it contains both.
     """

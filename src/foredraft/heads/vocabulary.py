@@ -21,7 +21,8 @@ class DraftVocabulary:
     """Tokens of a target that a drafter can propose; row i of its output layer is the logit of token
     ``target_ids[i]``.
 
-    Tokens without a row are never drafted. The target still emits them, as the bonus, so the output does not change.
+    Tokens without a row are never drafted. The target still emits tokens without a row, as the bonus, so the output
+    does not change.
 
     Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840) for the map as published; FR-Spec (Zhao et al. 2025,
     arXiv:2502.14856) for the most frequent tokens as an output layer of any drafter.
@@ -122,7 +123,7 @@ class DraftVocabulary:
           num_rows: V_d of the output layer.
           target_size: V.
 
-        Raises: CheckpointError if these contradict one another. The message names them.
+        Raises: CheckpointError if these contradict one another. The message names the arguments.
         """
         if d2t.ndim != 1 or len(d2t) != num_rows:
             raise CheckpointError(

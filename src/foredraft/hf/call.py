@@ -60,7 +60,7 @@ class Call:
         self._index_of = {row: index for index, row in enumerate(self._rows)}
 
     def _add_rows(self) -> None:
-        """Queue the rows. Consecutive equal rows share their prefill, if their processors do not tell them apart."""
+        """Queue the rows. Consecutive equal rows share their prefill, if their processors treat all rows alike."""
         while (first := len(self._rows)) < len(self._inputs):
             params = self._params_of(first)
             row = self._inputs[first]
@@ -119,7 +119,7 @@ class Call:
                 self._engine.abort_row(row)
 
     def _full_row(self) -> int | None:
-        """Return a row that has filled its context and whose next token is needed; None if there is none."""
+        """Return a row that has filled its context and needs a next token; None if there is none."""
         waiting = (i for i, row in enumerate(self._rows) if row.is_finished and self._columns.is_waiting_for(i))
         return next(waiting, None)
 

@@ -39,7 +39,8 @@ from foredraft.loading.adapters import Adapter, shared_adapter
 from foredraft.loading.models import load_tokenizer
 from foredraft.loading.pairing import Drafting
 from foredraft.model.dtypes import check_kv_cache_dtype
-from foredraft.model.execution.rounding import check_quantization
+from foredraft.model.execution.execution import check_kind
+from foredraft.model.execution.rounding import check_activations, check_quantization
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_unwrapped
 from foredraft.progress import stage_if_slow
@@ -54,6 +55,7 @@ def speculate(
     execution: str = "auto",
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    activations: str | None = None,
     **speculative_config: Any,
 ) -> Speculation:
     """Return a callable for ``model.generate(..., custom_generate=speculate(...))``.
@@ -64,30 +66,35 @@ def speculate(
     Args:
       method: name of a drafting method, a mapping or a `SpeculativeConfig`. The default, "auto", chooses by measured
         time between plain decoding, `suffix` and the drafters that are included with the model.
-      streamer: streamer that receives the prompt and every token and is ended; ``generate(streamer=...)`` works, too.
+      streamer: streamer that receives the prompt and every token, and is ended. ``generate(streamer=...)`` works, too.
       tokenizer: tokenizer of the target, for stop strings and to check that a draft model has the same tokenizer.
       stop_strings: strings that end a row at the token that completes one. ``generate`` cannot pass its own to a
         callable.
-      execution: "auto", "eager", "packed" or "compiled".
+      execution: "auto", "eager", "packed" or "compiled". "compiled" needs a CPU and a C++ compiler. The first call
+        compiles the decoder layers, which takes about ten seconds; later processes read them from the disk.
       quantization: "int8" or "int4": decode with linear layers rounded to 8 or 4 bits. The model keeps its weights.
       kv_cache_dtype: "bfloat16" or "int8": round keys and values when they are written to the cache.
+      activations: "int8": round the inputs of layers with integer weights to 8 bits instead of 16.
       speculative_config: further keys of the method; see `SpeculativeConfig`.
 
-    Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
+    Raises: ConfigError for an unknown key or execution, a value out of range, or stop strings without a tokenizer.
 
-    Exactness: without sampling, the sequences of plain ``generate``; with sampling, its distribution. Under the default
-      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``
-      or ``kv_cache_dtype``, this guarantee is relative to the rounded model.
+    Exactness: without sampling, the sequences equal those of plain ``generate``. With sampling, the sequences have the
+      same distribution. Under the default ``rejection_sample_method="match"`` every method gives the tokens of
+      ``speculate("none")``. With ``quantization``, ``kv_cache_dtype`` or ``activations``, the guarantee refers to the
+      rounded model.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
+    check_kind(execution)
     check_quantization(quantization)
     check_kv_cache_dtype(kv_cache_dtype)
+    check_activations(activations)
     return Speculation(
         _config(method, speculative_config),
         streamer=streamer,
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         stop_strings=stop_strings,
-        runs_by=(execution, quantization, kv_cache_dtype),
+        runs_by=(execution, quantization, kv_cache_dtype, activations),
     )
 
 
@@ -110,7 +117,7 @@ class Speculation:
 
     Attributes:
       config: method and keys of drafting.
-      stats: counters over all calls so far.
+      stats: counters over all calls.
       governor: latest decision of the governor with its reasons, and the estimated speed-up of the latest call, as in
         `foredraft.RequestMetrics`. None before the first call, and if there is no governor.
     """
@@ -122,7 +129,7 @@ class Speculation:
         streamer: Any = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stop_strings: str | Iterable[str] | None = None,
-        runs_by: tuple[str, str | None, str] = ("auto", None, "auto"),
+        runs_by: tuple[str, str | None, str, str | None] = ("auto", None, "auto", None),
     ) -> None:
         self.config = config
         self.stats = RowStats()
@@ -153,10 +160,10 @@ class Speculation:
     def prepare(self, model: PreTrainedModel) -> Speculation:
         """Check, probe and pack a model and load its drafter now, instead of in the first call.
 
-        This takes seconds and happens once per model and ``execution``. Later calls only check for changes.
+        The preparation takes seconds and happens once per model and ``execution``. Later calls only check for changes.
 
         Args:
-          model: model whose ``generate`` will be called.
+          model: model whose ``generate`` will be called later.
 
         Returns: this object, so that ``custom_generate=speculate("ngram").prepare(model)`` works.
         Raises: the errors of a call, for a model or a drafter that cannot be used.
@@ -273,7 +280,7 @@ class Speculation:
 
     @contextmanager
     def _preparing(self, model: PreTrainedModel, *, ends_line: bool = False) -> Iterator[None]:
-        """Context of preparations. If they take long, a line says so in the first call for a model."""
+        """Context of preparations. If the preparations take long, a line reports them in the first call for a model."""
         if model in self._ready:
             yield
             return
@@ -329,7 +336,8 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def _ended(streamer: Any) -> Iterator[None]:
-    """End a streamer, even if the call fails. Otherwise its reader in another thread would wait forever."""
+    """End a streamer, even if the call fails. If the streamer were not ended, its reader in another thread would wait
+    forever."""
     try:
         yield
     finally:

@@ -1,8 +1,9 @@
 """Conversion of transformers' logits processors to the sampling parameters of a row.
 
 Processors that the engine's own sampler computes exactly as transformers does, and much faster, become fields of
-`SamplingParams`. These are the first processors of the list, as far as they are in the sampler's order, and temperature
-and truncation at its end. The processors between them run unchanged, with the arguments that transformers would pass.
+`SamplingParams`. These processors are the first ones of the list that follow the sampler's order, and temperature and
+truncation at the end of the list. Processors between them run unchanged, with the arguments that transformers would
+pass.
 """
 
 from __future__ import annotations
@@ -217,8 +218,8 @@ _ROW_BY_ROW = frozenset(
 class PaddedView:
     """Processors of one row, called with the arguments of transformers: padded text, ordinary tensors, the row's index.
 
-    A processor that may tell rows apart is called with as many rows as the batch has. All of them are copies of this
-    row, and the result at the row's own index is used.
+    A processor that may treat rows differently is called with as many rows as the batch has. All rows of such a call
+    are copies of this row, and the result at the row's own index is used.
 
     Args:
       processors: processors in the order in which they are applied.
@@ -250,7 +251,7 @@ class PaddedView:
 
 
 def _of_one_row(processor: Any, index: int) -> tuple[Processor, bool]:
-    """Return the processor, and whether it may tell rows apart."""
+    """Return the processor, and whether it may treat rows differently."""
     if type(processor) is hf.PrefixConstrainedLogitsProcessor:
         return _prefix_constrained(processor, index), False
     return processor, type(processor) not in _ROW_BY_ROW

@@ -1,5 +1,5 @@
-"""Checks of a ``generate`` call: arguments that it does not pass on are read from the caller's frame, and options that
-foredraft does not support are refused by name, with the remedy."""
+"""Checks of a ``generate`` call. Arguments that ``generate`` does not pass on are read from the caller's frame. Options
+that foredraft does not support are refused by name, with the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from foredraft.errors import ConfigError, UnsupportedModelError
-from foredraft.model.support import CACHE_ARGUMENTS
+from foredraft.model.support import CACHE_ARGUMENTS, model_name
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 _MAX_FRAMES = 16  # limit on wrapper functions between ``generate`` and the callable
@@ -77,15 +77,15 @@ _BY_PLACE = {
     "alora_offsets": ("switches activated adapters on at a position in the text", "disable the activated adapter"),
     "task_ids": ("selects a task for every row of the batch", "generate without task_ids"),
 }
-"""Arguments that PEFT passes to its layers through hooks during a call, by name, with their effect and a remedy."""
+"""Arguments that PEFT passes to layers through hooks during a call, by name. Each entry has the effect and a remedy."""
 
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Arguments of the ``generate`` call that is running; all empty if there is none.
+    """Arguments of the running ``generate`` call; all empty if no such call is running.
 
     Args:
-      streamer: its streamer, which has received the prompt already.
+      streamer: streamer of the call, which has received the prompt already.
       assistant_model, synced_gpus: values given by the user.
       cache: cache given by the user under any of its names.
       tensors: names of other inputs that the user gave as tensors.
@@ -131,7 +131,7 @@ def check_model(model: PreTrainedModel) -> None:
     prepare = vars(model).get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise UnsupportedModelError(
-            f"prepare_inputs_for_generation of this {type(model).__name__} was replaced (prompt tuning and prefix "
+            f"prepare_inputs_for_generation of {model_name(model)} was replaced (prompt tuning and prefix "
             "tuning do so to put virtual tokens before the text), but drafts are verified without it; call generate "
             "without custom_generate"
         )
@@ -145,7 +145,7 @@ def check_model(model: PreTrainedModel) -> None:
                 )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder model, and foredraft decodes only causal language models; "
+            f"{model_name(model)} is an encoder-decoder model, and foredraft decodes only causal language models; "
             "call generate without custom_generate"
         )
 
@@ -173,7 +173,8 @@ def check_inputs(model_kwargs: dict[str, Any], caller: GenerateArguments, *, is_
     Args:
       model_kwargs: arguments that ``generate`` prepared for the model.
       caller: arguments of the ``generate`` call.
-      is_multimodal: whether the model contains a text model. Token types that are all 0 then mean text.
+      is_multimodal: whether the model contains a text model. If the model contains a text model, token types that are
+        all 0 mean text.
     """
     if any(_is_filled(cache) for cache in (caller.cache, given_cache(model_kwargs))):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The rows of a ``generate`` call: visible tokens of ``input_ids``, and replay of plain generation column by column.
 
 Plain ``generate`` emits one token of every row and then evaluates the stopping criteria. The engine advances every row
-by whole accepted drafts instead. This module replays its output in the order of plain generation. Once all rows have a
-token for the next column, the column is complete, the criteria see exactly the batch that they would see in plain
+by whole accepted drafts instead. The output is replayed in the order of plain generation. Once all rows have a token
+for the next column, the column is complete. The criteria then see exactly the batch that they would see in plain
 generation, and rows end where they would end there.
 """
 
@@ -28,7 +28,7 @@ class InputRow:
 
     Args:
       token_ids: tokens that the model sees.
-      shown_ids: tokens that processors and stopping criteria see: the row of ``input_ids``, padding included.
+      shown_ids: tokens that processors and stopping criteria receive: the row of ``input_ids``, padding included.
       num_padding: number of masked tokens at the beginning.
     """
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foredraft import forking
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.devices import makes_on_cpu
-from foredraft.loading.info import Loaded, model_name
+from foredraft.loading.info import Loaded
 from foredraft.loading.pairing import Drafting, Pairing
 from foredraft.model.lm import CausalLM
+from foredraft.model.support import model_name
 
 MAX_DRAFTINGS = 4
 """Limit on drafting methods kept loaded per model. A draft model that was loaded by name stays in its entry."""
@@ -66,7 +67,7 @@ class Adapter:
 
 
 _LOCK = forking.lock()
-ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str], Adapter]] = (
+ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None, str, str | None], Adapter]] = (
     weakref.WeakKeyDictionary()
 )
 """Adapters of all models in the process, so that no call probes a model and packs its weights again."""
@@ -74,9 +75,13 @@ ADAPTERS: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None,
 
 @makes_on_cpu
 def shared_adapter(
-    model: PreTrainedModel, execution: str = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto"
+    model: PreTrainedModel,
+    execution: str = "auto",
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    activations: str | None = None,
 ) -> Adapter:
-    """Return the adapter of a model in its present state, with linear layers or keys and values rounded if requested.
+    """Return the adapter of a model in its present state, rounded as requested; see `CausalLM`.
 
     Safe to call from several threads.
 
@@ -84,9 +89,15 @@ def shared_adapter(
     """
     with _LOCK:
         adapters = ADAPTERS.setdefault(model, {})
-        key = execution, quantization, kv_cache_dtype
+        key = execution, quantization, kv_cache_dtype, activations
         if key not in adapters:
-            target = CausalLM(model, execution=execution, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+            target = CausalLM(
+                model,
+                execution=execution,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
+                activations=activations,
+            )
             adapters[key] = Adapter(target, execution)
         adapter = adapters[key]
     with adapter.lock:

@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from foredraft.errors import CheckpointError, ForedraftError, is_panic
+from foredraft.errors import CheckpointError, ForedraftError, error_in_words, is_panic
 from foredraft.heads.checkpoint import INDEX, read_json, weight_map
 from foredraft.loading.sources import Source, nearby
 
@@ -34,10 +34,8 @@ def as_checkpoint_error(source: Source, what: str, method: str = "") -> Iterator
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        detail = " ".join(str(error).split())
         raise CheckpointError(
-            f"the {what} of {source.name} cannot be loaded ({type(error).__name__}: {detail[:300]}); "
-            f"{_remedy(source, error, method)}"
+            f"the {what} of {source.name} cannot be loaded ({error_in_words(error)}); {_remedy(source, error, method)}"
         ) from error
 
 

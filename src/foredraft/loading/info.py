@@ -19,6 +19,7 @@ from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.errors import ConfigError, error_text
 from foredraft.model.lm import CausalLM
+from foredraft.model.support import model_name
 from foredraft.native.threads import threads_note
 
 LARGEST_BITS = 12
@@ -39,6 +40,8 @@ class Loaded:
       stored_dtype: dtype of the checkpoint, if it is known and the library loaded it.
       quantization: rounding of the linear layers, or "stored".
       types: quantisation types of stored weights, and those that had to be dequantised.
+      identity: identity of the files that the library read the weights from (`foredraft.loading.identity`); None if it
+        is not known, or the model's code is from its checkpoint.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -50,6 +53,7 @@ class Loaded:
     stored_dtype: torch.dtype | None = None
     quantization: str | None = None
     types: str | None = None
+    identity: str | None = None
 
     @classmethod
     def of(
@@ -77,6 +81,7 @@ class ModelInfo:
       weight_types: quantisation types of stored weights.
       bits_per_weight: bits per weight of the linear layers, scales included; None if they are not packed.
       step_bytes: bytes of packed weights, all of which every step reads.
+      activations: "int8" if the inputs of integer weights are rounded to 8 bits; None for 16 bits.
       kv_cache_dtype: dtype of keys and values.
       supports_trees: whether the model can verify trees, as tested when it was loaded. A model that cannot verify
         chains is refused.
@@ -93,6 +98,7 @@ class ModelInfo:
     weight_types: str | None
     bits_per_weight: float | None
     step_bytes: int
+    activations: str | None
     kv_cache_dtype: str
     supports_trees: bool
     vocab_size: int
@@ -113,6 +119,7 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
         weight_types=loaded.types,
         bits_per_weight=lm.execution.bits_per_weight,
         step_bytes=lm.execution.packed_bytes,
+        activations=lm.activations,
         kv_cache_dtype=str(lm.kv_dtype or lm.dtype).removeprefix("torch."),
         supports_trees=lm.supports_trees,
         vocab_size=lm.vocab_size,
@@ -134,6 +141,7 @@ def load_line(info: ModelInfo, drafters: Sequence[str] = (), output: str = "") -
     if info.quantization is not None:
         left = (info.weight_types or "").partition("; dequantised are ")[2]
         precision.append(f"{info.quantization} weights" + (f" (dequantised: {left})" if left else ""))
+    precision += [] if info.activations is None else [f"{info.activations} activations"]
     precision += [] if info.kv_cache_dtype == info.dtype else [f"keys and values in {info.kv_cache_dtype}"]
     parts = [short_name(info.name), ", ".join(precision), f"drafting: {' + '.join(drafters) or 'none'}"]
     return " · ".join([*parts, f"output: {output}"] if drafters else parts)
@@ -191,6 +199,7 @@ def detail_line(
     note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
     parts = [f"{count(info.num_parameters)} parameters", f"{dtype} ({note})" if note else dtype]
     parts += [weights] if (weights := weights_note(info)) else []
+    parts += [] if info.activations is None else [f"{info.activations} activations"]
     parts += [] if info.kv_cache_dtype == dtype else [f"keys and values in {info.kv_cache_dtype}"]
     parts.append(info.execution)
     if info.device != "cpu":
@@ -244,12 +253,6 @@ def name_of(dtype: torch.dtype | None) -> str | None:
 def count(number: int) -> str:
     """Return a number of parameters in a readable form: 134,515,008 -> ``134.5 M``."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
-
-
-def model_name(model: PreTrainedModel) -> str:
-    """Return the name of a loaded model for messages."""
-    path = str(getattr(model, "name_or_path", "") or "")
-    return f"{type(model).__name__} ({path})" if path else type(model).__name__
 
 
 AUTO, NONE = "auto", "none"

@@ -29,16 +29,17 @@ from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import Header, part_names, read_header
 from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.checkpoint_errors import as_checkpoint_error, check_shards
-from foredraft.loading.info import Loaded, model_name
+from foredraft.loading.identity import files_of, identity_of
+from foredraft.loading.info import Loaded
 from foredraft.loading.layouts import LAYOUTS, method_of, settings_of
 from foredraft.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foredraft.loading.stored import load_codes
 from foredraft.machine import collector_paused
-from foredraft.model.building import without_weights
-from foredraft.model.dtypes import choose_dtype, stored_dtype
+from foredraft.model.building import WithoutCompiler, without_weights
+from foredraft.model.dtypes import check_dtype, choose_dtype, stored_dtype
 from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights, quantize_weights
 from foredraft.model.lm import CausalLM
-from foredraft.model.support import check_unwrapped
+from foredraft.model.support import check_unwrapped, model_name
 from foredraft.native.library import KINDS, library
 from foredraft.native.threads import keep_to_quota
 from foredraft.progress import no_progress_bars
@@ -87,8 +88,9 @@ def load_model(
         model = check_unwrapped(model)
         _check_kept(model, dtype, device, gguf_file, weights)
         return Loaded.of(model, model_name(model), False, quantization=quantization)
-    source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    check_dtype(dtype)
     place = choose_device(device)
+    source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     front = _header(source) if source.is_gguf else _config(source)
     if weights is None and quantization is None and isinstance(front, Header):
         weights = STORED if _can_run_stored(front, dtype, place) else None
@@ -123,6 +125,10 @@ def load_model(
         loaded = _load_weights(source, front, as_stored)
     loaded = loaded.to(place).eval()
     found = Loaded.of(loaded, source.name, True, tokenizer, stored, quantization)
+    if not trust_remote_code:
+        parts = front if isinstance(front, Header) else blocks
+        files = {*files_of(source), *(part.path for part in (() if parts is None else parts.files))}
+        found = replace(found, identity=identity_of(files))
     if types is not None:
         return replace(found, quantization=STORED, types=types)
     if quantization is not None:
@@ -130,7 +136,9 @@ def load_model(
     return found
 
 
-def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> CausalLM:
+def adapter_of(
+    loaded: Loaded, execution: str, kv_cache_dtype: str = "auto", activations: str | None = None
+) -> CausalLM:
     """Return the adapter of a loaded model."""
     return CausalLM(
         loaded.model,
@@ -138,6 +146,8 @@ def adapter_of(loaded: Loaded, execution: str, kv_cache_dtype: str = "auto") -> 
         release_originals=loaded.is_owned,
         quantization=loaded.quantization,
         kv_cache_dtype=kv_cache_dtype,
+        activations=activations,
+        weights=loaded.identity,
     )
 
 
@@ -213,13 +223,13 @@ def _check_kept(
         raise ConfigError(
             f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; convert it with model.to(...)"
         )
-    if device not in (None, "auto") and not _is_on(model.device, choose_device(device)):
+    if device not in (None, "auto") and not is_on(model.device, choose_device(device)):
         raise ConfigError(
             f"device is {device!r}, but the loaded model is on {model.device}; move it with model.to(...)"
         )
 
 
-def _is_on(own: torch.device, wanted: torch.device) -> bool:
+def is_on(own: torch.device, wanted: torch.device) -> bool:
     """Whether a model is on the given device. A device without an index matches any of its type."""
     return own.type == wanted.type and wanted.index in (None, own.index)
 
@@ -244,7 +254,7 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
             f"{source.name} has weights in the layout of {method}, which neither foredraft nor transformers "
             f"{transformers.__version__} can read; load the original model with quantization='int8'"
         )
-    with as_checkpoint_error(source, "weights", method), quiet:
+    with as_checkpoint_error(source, "weights", method), quiet, WithoutCompiler():
         model, report = AutoModelForCausalLM.from_pretrained(
             source.location, config=config, dtype=dtype, output_loading_info=True, **source.options
         )

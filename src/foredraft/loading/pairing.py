@@ -250,7 +250,7 @@ def check_vocab_sizes(
     if _is_padded(small, large) or (num_tokens is not None and _is_padded(num_tokens, drafter_size)):
         return
     raise TokenizerMismatchError(
-        f"{target_name} has {target_size} token ids and the drafter {drafter_name} {drafter_size}, which "
+        f"{target_name} has {target_size} token ids and its drafter, {drafter_name}, has {drafter_size}. These "
         "cannot be one vocabulary with different padding; use a drafter with the target's tokenizer"
     )
 

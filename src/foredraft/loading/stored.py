@@ -26,6 +26,7 @@ from foredraft.model.building import build, without_weights
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import PackedLinear, named_weights, released
 from foredraft.model.execution.rounding import roundable, take_codes
+from foredraft.model.support import model_name
 from foredraft.native.codes import Codes, Kind, QuantLayout, StoredCodes
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -113,8 +114,8 @@ def _built(
     left = [name for name in unexpected if name.endswith((".bias", ".scales")) and state[name].any()]
     if left:
         raise UnsupportedModelError(
-            f"{location} contains {left[0]}, which {type(model).__name__} of transformers does not have, so its output "
-            "would be wrong; load the original model and quantise it with quantization='int8'"
+            f"{location} contains {left[0]}, which transformers' {model.config.model_type} model does not have, so its "
+            "output would be wrong; load the original model and quantise it with quantization='int8'"
         )
     if missing:
         raise CheckpointError(
@@ -158,7 +159,7 @@ def save_compressed(
     codes = dict(_codes_by_name(model))
     if not codes:
         raise ConfigError(
-            f"{type(model).__name__} has no layer that multiplies by integer codes; load it by name with "
+            f"{model_name(model)} has no layer that multiplies by integer codes; load it by name with "
             "quantization='int8' or 'int4', on a CPU with kernels for them"
         )
     tensors = dict(_dense_by_name(model, codes))
@@ -210,7 +211,9 @@ def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
         if codes is None:
             continue
         if type(module) is not nn.Linear:
-            raise ConfigError(f"{name} is a {type(module).__name__}, but compressed-tensors only supports Linear")
+            raise ConfigError(
+                f"{name} is not a plain linear layer, and the compressed-tensors layout supports no other layer"
+            )
         yield name, codes
 
 

@@ -46,9 +46,9 @@ class Method:
       summary: source of the drafts, as a phrase that follows the word "drafts".
       aliases: other names of the method: older ones, and those of other tools.
       sign: operator that joins the parts of a combined method in a name, as in "a+b"; empty for other methods.
-      recognizes: function that returns whether a folder contains a drafter of this method, so that naming the folder
-        is enough. Its arguments are the content of config.json, and the names of the tensors where these can be read
-        without loading the weights.
+      recognizes: function that returns whether a folder contains a drafter of this method, so that naming the folder is
+        enough. The arguments of the function are the content of config.json, and the names of the tensors where these
+        can be read without loading the weights.
       sample: keys for trying whether a model can draft this way, where the defaults are not enough.
       head: kind of heads that ``model`` names ("eagle2" uses the heads of "eagle"). Empty if ``model`` is a causal
         language model, or if the method has no such key.
@@ -119,7 +119,7 @@ def methods() -> Mapping[str, Method]:
 
 
 def _add(found: dict[str, Method], method: Method) -> None:
-    """Add a method to those found so far.
+    """Add a method to the methods that have been found.
 
     Raises: ConfigError if the object is not a method, or if another method has one of its names.
     """

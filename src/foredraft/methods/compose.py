@@ -59,8 +59,8 @@ class CompositeOptions(DraftOptions, ModelOptions):
 
 
 def _part(value: Any, handed_on: Mapping[str, Any]) -> SpeculativeConfig:
-    """Parse the config of one drafter; keys of the combination fill in what the drafter's method has and was not
-    given.
+    """Parse the config of one drafter. Keys of the combination are used for keys that the drafter's method has and that
+    were not given.
     """
     if isinstance(value, SpeculativeConfig):
         return value

@@ -26,7 +26,8 @@ NOTHING, CONFIDENCE, DISTRIBUTION = "nothing", "confidence", "distribution"
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, DISTRIBUTION})
 
 MAX_LENGTH = 32
-"""Longest draft that a schedule grows to. A row in a loop accepts every draft, and logits take (B, N, V) memory."""
+"""Longest draft that a schedule grows to. The limit is needed because a row in a loop accepts every draft, and logits
+take (B, N, V) memory."""
 
 FIRST_REFERENCE = 2.0
 """Reference entropy in nats for a row with fewer than 16 recorded entropies."""
@@ -78,12 +79,12 @@ class LengthPolicy:
         return self.looks_at != NOTHING
 
     def stop(self, row: Row, plan: DraftPlan, depth: int, log_probs: Tensor) -> None:
-        """Lower ``plan.gamma`` to the length at which the draft should end, as far as this length is known.
+        """Lower ``plan.gamma`` to the length at which the draft should end, if this length is known.
 
         Args:
           row: row that the draft is for.
           plan: plan of the draft. Setting ``plan.gamma = depth`` adds no token, ``depth + 1`` adds one more.
-          depth: number of tokens drafted so far.
+          depth: number of drafted tokens.
           log_probs: (V,) log-probabilities of the next draft token; in a tree, those at the best node to expand next.
             A drafter that has only the probability of its best token passes (1,) to policies that need the
             confidence.
@@ -96,9 +97,9 @@ class LengthPolicy:
 class Heuristic(LengthPolicy):
     """Two more tokens after a step in which all were accepted, one less (but at least one) after any other step.
 
-    Source: the "heuristic" schedule of assisted generation in transformers. Deviations: the length is state of one
-    row, and no generation_config is changed; a draft that was shorter than the length (end of budget, no match in the
-    context) and was accepted in full changes nothing. A length of 0 stays 0.
+    Source: the "heuristic" schedule of assisted generation in transformers. Deviations: the length is state of one row,
+      and no generation_config is changed. A draft changes nothing if it was shorter than the length (end of budget, no
+      match in the context) and was accepted in full. A length of 0 stays 0.
     """
 
     name = "heuristic"
@@ -121,9 +122,9 @@ class Bass(LengthPolicy):
 
     Source: BASS (Qian et al. 2024, arXiv:2404.15778), algorithm 1. After a round in which some row accepted the whole
     length, the length grows by two tokens, up to 32. After any other round it shrinks by a tenth, rounded up, and by
-    one more if the round before shrank it, too. It never falls below the largest number of accepted tokens, nor below
-    1. The published first length is 7. Deviation: a round in which every draft was shorter than the length (end of
-    budget, no match) and was accepted in full changes nothing. A length of 0 stays 0.
+    one more if the round before shrank it, too. The draft length never falls below the largest number of accepted
+    tokens, nor below 1. The published first length is 7. Deviation: a round changes nothing if every draft was shorter
+    than the length (end of budget, no match) and was accepted in full. A length of 0 stays 0.
     """
 
     name = "bass"
@@ -160,9 +161,9 @@ class Confidence(LengthPolicy):
     threshold.
 
     Source: ``assistant_confidence_threshold`` of assisted generation in transformers, the training-free form of DISCO
-    (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the distribution decides, not the
-    probability of the drawn token. The uncertain token itself is drafted, as in the source: its forward pass is
-    already done, and it costs one more node.
+      (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the distribution decides, not the
+      probability of the drawn token. The uncertain token itself is drafted, as in the source: its forward pass is
+      already done, so it costs only one more node.
 
     Args:
       draft_threshold: threshold of the largest probability; 0 never ends a draft, 1 nearly always does.
@@ -184,7 +185,8 @@ class Egag(LengthPolicy):
 
     Source: TbK0ng/Speculative-Decoding: g = clip(floor((1 - H / log V) * gamma_max), gamma_min, gamma_max); ema = beta
     * ema + (1 - beta) * g; round(ema). The mode "paper" computes the length once per step, from the entropy of the
-    first distribution divided by log V. With today's vocabularies this length hardly changes. The mode "calibrated"
+      first distribution divided by log V. With today's vocabularies this length is nearly constant. The mode
+      "calibrated"
     divides by a reference entropy that real text reaches, rounds to the nearest length, and computes the length again
     before every token. A token is drawn while the length from its own distribution exceeds the draft.
 
@@ -262,9 +264,9 @@ class AdaEDL(LengthPolicy):
     threshold.
 
     Source: AdaEDL (Agrawal et al. 2024, arXiv:2410.18351): stop before a token when 1 - sqrt(entropy_scale * H) <
-    threshold, with H the entropy of the drafter's distribution in nats. The threshold follows the acceptance rate by
-    the two-branch rule. Choices that the paper leaves open: the first threshold is 0.7, the rate starts at its target,
-    and the first token of a step is always drafted, so that the rate can be measured.
+      threshold, with H the entropy of the drafter's distribution in nats. The threshold follows the acceptance rate by
+      the two-branch rule. Choices that the paper leaves open: the first threshold is 0.7, and the rate starts at its
+      target. The first token of a step is always drafted, so that the rate can be measured.
 
     Args:
       draft_threshold: first threshold.
@@ -375,9 +377,9 @@ class Threshold:
         Args:
           policy: policy with the target acceptance rate, the step of the threshold before smoothing, and the weights
             of the past in both averages.
-          mode: rule of the update. "paper" raises the threshold while the rate is at most the target rate and lowers
-            it otherwise. "code", the published program, raises it while the rate is below the target, and does not
-            lower it after a draft of the full length. "static" never changes it.
+          mode: rule of the update. "paper" raises the threshold while the rate is at most the target rate and lowers it
+            otherwise. "code", the published program, raises it while the rate is below the target, and does not lower
+            it after a draft of the full length. "static" never changes the threshold.
           num_drafted: depth of the draft.
           num_accepted: number of accepted tokens.
         """

@@ -67,7 +67,8 @@ trained alone (Medusa-1), "stage2" heads were trained with their target (Medusa-
 3f39fbd) uses ``mc_sim_7b_63`` for all of its heads. These trees have 63 nodes below the root and at most 10 siblings.
 
 "eagle" is the tree of EAGLE: SafeAILab/EAGLE, branch v1, commit 4a9cf3a (2024-06-27), Apache-2.0, where the tree is
-also called mc_sim_7b_63. It has 25 nodes below the root and was not tuned. Its nodes are ordered by typical accuracies.
+also called mc_sim_7b_63. The published tree has 25 nodes below the root and was not tuned. The nodes of this tree are
+ordered by typical accuracies.
 
 A node is written as the ranks on its path, one digit each: "021" is the child of rank 1 of the child of rank 2 of the
 child of rank 0 of the pending token. Every prefix of a list is a tree. Medusa's trees keep the published order.
@@ -165,8 +166,8 @@ class RankTree:
         along it.
 
         Source: Medusa (Cai et al. 2024, arXiv:2401.10774), sparse trees. Deviation: a heap replaces the repeated
-        searches. A sibling always comes after the better one, whatever its value, so trees stay left-packed. Among
-        nodes of equal value the shallower one comes first, then the one with the smaller ranks.
+          searches. A sibling always comes after the better one, whatever its value, so trees stay left-packed. Of two
+          nodes of equal value, the shallower node comes first, then the node with the smaller ranks.
 
         Args:
           accuracies: ``[d][r]``, the probability that the candidate of rank r at depth d + 1 is right, given that its

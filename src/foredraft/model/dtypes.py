@@ -78,9 +78,10 @@ def choose_dtype(
     """Return the dtype to load in.
 
     Args:
-      dtype: a dtype, its name, or "auto". "auto" keeps single and double precision as stored. It keeps half precision
-        if the device computes in it, and uses float32 otherwise. On a CPU that does not compute in bfloat16, it keeps
-        bfloat16 if the library's own kernels multiply all weights: they read half the bytes, and sum in float32.
+      dtype: a dtype, its name, or "auto". "auto" keeps single and double precision as stored. "auto" keeps half
+        precision if the device computes in it, and uses float32 otherwise. On a CPU that does not compute in bfloat16,
+        "auto" keeps bfloat16 if the library's own kernels multiply all weights. These kernels read half the bytes and
+        sum in float32.
       stored: dtype of the checkpoint; None if unknown.
       widest: largest dtype that "auto" may return.
       structure: function that returns the modules to be loaded, on any device; None if that is not possible.
@@ -93,9 +94,17 @@ def choose_dtype(
         is_kept = stored is not None and (computes_in(device, stored) or _reads_half(device, stored, structure))
         chosen = stored if stored is not None and is_kept else torch.float32
         return widest if widest is not None and chosen.itemsize > widest.itemsize else chosen
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; choose auto or one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     return DTYPES[dtype]
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Check the name of a dtype.
+
+    Raises: ConfigError for an unknown name.
+    """
+    if not isinstance(dtype, torch.dtype) and dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose auto or one of {', '.join(DTYPES)}")
 
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:

@@ -21,7 +21,7 @@ NUM_ROWS = 17  # more than any kernel for few rows takes (8 in GGUF's)
 FEW = (1, 5)
 LOUD = 50.0
 SHARED_LIMIT = 2e-3
-"""Maximum relative change of a row when other rows of the same shape change. An exact layer has no change; kernels
+"""Maximum relative change of a row when other rows of the same shape change. An exact layer does not change. Kernels
 whose sums are not repeatable stay below this limit.
 """
 SMALL = 2.0**-12
@@ -76,7 +76,8 @@ def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, devi
 
 
 def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield innermost linear layers (modules with ``in_features``) whose weight is not a plain tensor of floats."""
+    """Yield the innermost linear layers (modules with ``in_features``) whose weights are not plain tensors of
+    floats."""
     for path, layer in model.named_modules():
         if isinstance(_num_inputs(layer), int) and not has_plain_weight(layer):
             inner = (child for child in layer.modules() if child is not layer)
@@ -85,21 +86,22 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def other_products(model: nn.Module) -> str:
-    """Return the class of a module with a matrix that the library's own kernels do not multiply by: neither a linear
+    """Return the path of a module with a matrix that the library's own kernels do not multiply by: neither a linear
     layer nor an embedding, nor experts or a router that can be packed. Empty if there is none.
     """
     own = own_matrices(model)
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)) or module in own:
             continue
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)) and not _is_norm(module):
-            return type(module).__name__
+            return str(path)
     return ""
 
 
 @torch.inference_mode()
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module scales inputs of its weight's shape, (heads, size), and returns the same shape."""
+    """Return whether a module scales inputs that have the shape of its weight, (heads, size), and returns the same
+    shape."""
     weights = list(module.parameters())
     if len(weights) != 1:
         return False

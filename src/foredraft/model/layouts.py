@@ -1,7 +1,7 @@
 """Layout of the nodes of a forward pass: their positions and masks, and whether they run as a flat list.
 
-Rows of a list run attention in groups of neighbours of similar length and draft size, so that no row is padded to
-a much longer one.
+Rows of a list run attention in groups. The rows of a group are neighbours of similar length and draft size, so that no
+row is padded to a much longer one.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def placed(
 
 
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:
-    """Yield groups of neighbouring rows whose padding costs less than separate calls, and that use the same kernels.
+    """Yield groups of neighbouring rows that use the same kernels, and whose padding costs less than separate calls.
 
     Lengths 100 100 900 of one node each give two groups: three rows of 900 columns would cost 1,600 extra columns, and
     another call costs 256.

@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from foredraft.config.engine import Guarantee, guaranteed
 from foredraft.errors import ShapeError
 from foredraft.machine import return_free_memory
+from foredraft.model import verdicts
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.dtypes import kv_dtype
 from foredraft.model.execution.attention import NotPassedOnError
 from foredraft.model.execution.compiled_layers import detach
-from foredraft.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
-from foredraft.model.execution.rounding import quantize_weights
+from foredraft.model.execution.execution import Execution, apply_execution, chosen_for, compute_dtype
+from foredraft.model.execution.rounding import quantize_weights, round_activations
 from foredraft.model.independence import check_rows_independent, unchanged_attributes
 from foredraft.model.layouts import lay_out
 from foredraft.model.masks import SLIDING, Masks
@@ -40,6 +41,7 @@ from foredraft.model.support import (
     fit_vocabulary,
     layer_types,
     longrope_border,
+    model_name,
     shares_keys,
 )
 
@@ -58,8 +60,8 @@ def _nobody() -> None:
 class CausalLM:
     """Runs nodes through an unmodified model over a `KVCache`.
 
-    The adapter never changes the user's modules. It runs a *shadow*: private modules and configs that share the tensors
-    of the user's model. ``forward``, ``forward_with`` and ``chains`` run the model.
+    The adapter never changes the user's modules. The adapter runs a *shadow*: private modules and configs that share
+    the tensors of the user's model. ``forward``, ``forward_with`` and ``chains`` run the model.
 
     Args:
       model: any `transformers` causal LM whose state can be rolled back.
@@ -70,6 +72,10 @@ class CausalLM:
       earlier: execution of another adapter of the same model, whose packed weights are reused; see `apply_execution`.
       quantization: "int8" or "int4": run the model with its linear layers rounded to 8 or 4 bits. None for no rounding.
       kv_cache_dtype: "auto", "bfloat16" or "int8": dtype to which keys and values are rounded when they are written.
+      activations: "int8": round the inputs of integer weights to 8 bits. None: to 16 bits.
+      weights: identity of the values of the weights (`foredraft.loading.identity`). The result of the test is then
+        kept on disk, and a result from an earlier start replaces the test; see `foredraft.model.verdicts`. None: always
+        test.
 
     Attributes:
       vocab_size: V, the number of tokens that have a logit.
@@ -81,6 +87,7 @@ class CausalLM:
         other models.
       shares_keys: True if some layers attend to the keys and values of an earlier layer.
       quantization, kv_dtype: rounding of the linear layers, and of keys and values; None for no rounding.
+      activations: "int8" if the inputs of integer weights are rounded to 8 bits, else None.
 
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
@@ -97,18 +104,20 @@ class CausalLM:
         earlier: Execution | None = None,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        activations: str | None = None,
+        weights: str | None = None,
     ) -> None:
         model = check_supported(model)
         asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-        self._asked: dict[str, Any] = asked
-        self.quantization = quantization
+        self._asked: dict[str, Any] = {**asked, "activations": activations}
+        self.quantization, self.activations = quantization, activations
         # released weights cannot be read again, and no other code uses the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
         self._probes: dict[Any, Probe] = {}  # by structure of the model
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
-        self.name = type(model).__name__
+        self.name = model_name(model)
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
         self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]
@@ -127,21 +136,28 @@ class CausalLM:
         self.shares_keys = shares_keys(self.config)
         self.long_context = self._fix_ropes()
         quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=earlier)
+        round_activations(self._shadow, activations)
         self._recorder = Recorder(self._shadow, self.num_layers)
         self.rounds_inputs = ""
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
                 self.rounds_inputs = check_rows_independent(self._shadow, self.name, self.dtype, self.device)
-        is_packed = choose_execution(execution, self.device, self.dtype) != "eager"
-        prober = Prober(self, is_packed=is_packed) if probe else None
+        way: dict[str, Any] = {"release_originals": release_originals, "earlier": earlier}
+        chosen = chosen_for(self._shadow, execution, **way)
+        options = {**self._asked, "chosen": chosen, "release_originals": release_originals}
+        key = verdicts.key_of(model, weights, options) if probe and weights is not None else None
+        found, has_program = verdicts.known(key) or (None, False)
+        prober = Prober(self, is_packed=chosen != "eager") if probe and found is None else None
         if prober is not None:
             prober.before()
-        self.run_by(apply_execution(self._shadow, execution, release_originals=release_originals, earlier=earlier))
+        self.run_by(apply_execution(self._shadow, execution, chosen=chosen, **way))
         self._not_native = self.rounds_inputs or self.execution.why_not_native() or runs_own_attention(self)
-        self._record()
-        self._judge(None if prober is None else prober.after())
+        self._record(is_checked=has_program)
+        self._judge(found if prober is None else prober.after())
         if self.probe is not None:
             self._probes[self._state.structure] = self.probe
+            if found is None and not self.rounds_inputs:
+                verdicts.keep(key, self.probe, has_program=self.execution.program is not None)
         return_free_memory()
 
     def run_by(self, execution: Execution) -> None:
@@ -157,12 +173,16 @@ class CausalLM:
         self._lists_all = execution.kernels is not None or execution.num_compiled > 0
 
     @torch.inference_mode()
-    def _record(self) -> None:
-        """Record the program for forward passes over few nodes, and compile the layers."""
+    def _record(self, *, is_checked: bool) -> None:
+        """Record the program for forward passes over few nodes, and compile the layers.
+
+        Args:
+          is_checked: the same program was compared with the modules before.
+        """
         run, forward = self.execution, partial(trial, self)
         self._lists_all = self._lists_all or run.compiled is not None
         if self._lists_all:
-            run.record(self.layers, self._masks.windows, forward, self._num_positions)
+            run.record(self.layers, self._masks.windows, forward, self._num_positions, is_checked=is_checked)
         run.compile(self.name, self.layers if run.compiled is not None else (), forward)
 
     def _fix_ropes(self) -> int | None:
@@ -202,9 +222,10 @@ class CausalLM:
         """Update the adapter after its owner has changed the model: weights, modules, hooks, configs or module
         attributes.
 
-        Switching a LoRA adapter is such a change. An update makes a new shadow and reads all weights once. Weights with
-        new values are packed again, and a structure that has not been probed is probed. Without any change a call takes
-        a few milliseconds. Call it once per request, between steps. Writes through ``.data`` alone are not detected.
+        Switching a LoRA adapter is an example of such a change. An update makes a new shadow and reads all weights
+        once. Weights with new values are packed again, and a structure that has not been probed is probed. Without any
+        change a call takes a few milliseconds. Call it once per request, between steps. Writes through ``.data`` alone
+        are not detected.
 
         Returns: True if anything had changed; `num_changes` counts the changes. Existing keys and values, and variants
           of this adapter, then still belong to the old model.
@@ -245,7 +266,7 @@ class CausalLM:
 
         Args:
           name: short description of the difference, for messages.
-          edit: function that changes modules of the new shadow in place. It may run the new adapter.
+          edit: function that changes modules of the new shadow in place. The function may run the new adapter.
 
         Exactness: neither this adapter nor the user's model is changed.
         """
@@ -336,14 +357,14 @@ class CausalLM:
         *,
         first_row: int = 0,
     ) -> list[list[int]] | None:
-        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely token in turn.
+        """Extend several rows greedily in one call: run a chain of tokens per row, then each most likely next token.
 
         Args:
           chains: at least one token per row. These tokens, and all new ones except the last, are written after the
             committed columns.
           depths: number of new tokens per row.
-          num_columns, names: number of logit columns to consider, and the int64 (V,) token id of every column; None if
-            the column numbers are the token ids.
+          num_columns, names: number of logit columns to consider, and the int64 (V,) token id of every column. None
+            means that the column numbers are the token ids.
         Returns: the new tokens of every row, fewer where logits are not finite; None if no recorded program can run
           this call.
         Raises: ShapeError for an empty chain.
@@ -414,7 +435,7 @@ class CausalLM:
           wanted: features to return; if empty, this call equals `forward`.
           nodes, cache, keep, options: arguments of `forward`.
         Raises: UnsupportedModelError for a model whose decoder layers cannot be told apart.
-        Exactness: the logits are those of `forward`.
+        Exactness: the logits equal those of `forward`.
         """
         if not wanted.last_hidden and not wanted.layer_inputs:
             return Output(self.forward(nodes, cache, keep=keep, **options))

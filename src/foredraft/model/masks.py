@@ -48,7 +48,8 @@ class Masks:
         return {kind: None if kind == FULL else self.window for kind in self.kinds}
 
     def of_chains(self, kind: str, lengths: Sequence[int], width: int, columns: int) -> torch.Tensor:
-        """Return the mask (R, 1, N, T) of chains after rows of these lengths. Padding sees what a longer chain would.
+        """Return the mask (R, 1, N, T) of chains after rows of these lengths. Padding attends to the columns that a
+        longer chain would attend to.
 
         All rows use the same band at different offsets. The mask of one row is a view of a band that is kept for all
         steps.
@@ -71,7 +72,8 @@ class Masks:
         return band[:width, start : start + columns]
 
     def _band(self, window: int | None, before: int, height: int, after: int) -> torch.Tensor:
-        """Return (height, before + after): columns that consecutive nodes see, the first node in column ``before``."""
+        """Return (height, before + after): the columns that consecutive nodes attend to, with the first node in column
+        ``before``."""
         distance = torch.arange(height, device=self.device)[:, None]
         distance = distance - torch.arange(-before, after, device=self.device)
         sees = distance >= 0
@@ -85,10 +87,9 @@ class Masks:
         self._before.clear()
 
     def stand_ins(self, flat: FlatNodes) -> Mask:
-        """Return placeholder masks for a model whose rows run attention in groups, one per attention type.
+        """Return placeholder masks, one per attention type, for a model whose rows run attention in groups.
 
-        Each placeholder carries its node list as an attribute, since some models pass nothing but the mask to
-        attention.
+        Each placeholder has its node list as an attribute, because some models pass only the mask to attention.
         """
         masks = {kind: torch.zeros(1, 1, len(flat), 1, device=self.device) for kind in self.kinds}
         for kind, mask in masks.items():

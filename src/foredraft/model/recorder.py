@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from foredraft.errors import UnsupportedModelError
 from foredraft.model.nodes import NOTHING, FlatNodes, Logits, Output
+from foredraft.model.support import model_name
 
 
 class Recorder:
@@ -19,7 +20,7 @@ class Recorder:
 
     The last hidden states are taken from the output of the decoder, so that prompts need no logits. If the output
     embedding reads something else (scaled states, for instance), its input is recorded instead, and forward passes with
-    this feature compute all logits; `settle` finds out which case applies.
+    this feature compute all logits. `settle` determines the case.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
@@ -114,6 +115,6 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return module
     raise UnsupportedModelError(
-        f"{type(model).__name__} has no ModuleList of {num_layers} decoder layers, so foredraft cannot find its "
-        "layers. Use a model of transformers whose layers are in one list."
+        f"{model_name(model)} does not keep its {num_layers} decoder layers in one list, so foredraft cannot find "
+        "them. Use a transformers model whose layers are in one torch.nn.ModuleList."
     )

@@ -1,8 +1,8 @@
 """Copies of a model over the same tensors, and trial forward passes.
 
 A *shadow* is a private copy of the modules; the user's modules are never changed. A *reduced* shadow runs only a few
-layers in single precision, to test how a model uses masks, positions and caches. That is a property of the model's
-code, not of its depth, vocabulary or dtype, and the reduced model runs the same code over the same tensors.
+layers in single precision, to test how a model uses masks, positions and caches. Correct use is a property of the
+model's code, not of its depth, vocabulary or dtype. The reduced model runs the same code over the same tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from foredraft.model.execution.forwards import StandIn, replace_forward, replace
 from foredraft.model.execution.packing import PackedLinear, packed_layers
 from foredraft.model.execution.sharing import unmultiplied
 from foredraft.model.nodes import Nodes
-from foredraft.model.support import take_out_compilation
+from foredraft.model.support import model_name, take_out_compilation
 
 if TYPE_CHECKING:
     from foredraft.model.lm import CausalLM
@@ -52,7 +52,7 @@ def shadow(model: Model) -> Model:
         copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, copy.Error) as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} contains an object that cannot be copied ({error}), and foredraft needs a copy "
+            f"{model_name(model)} contains an object that cannot be copied ({error}), and foredraft needs a copy "
             "of the modules. Remove the attribute, hook or wrapper that contains it, or load the model from its path."
         ) from error
     take_out_compilation(copied)
@@ -186,7 +186,7 @@ def _converting(forward: Callable[..., Any], modules: list[nn.Module], dtype: to
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a tensor; a weight that packing has released is one repeated number and stays so."""
+    """Convert a tensor. A weight that packing has released is one repeated number, also after the conversion."""
     if _is_one_number(tensor):
         return tensor[(0,) * tensor.dim()].to(dtype).expand(tensor.shape)
     return tensor.to(dtype)

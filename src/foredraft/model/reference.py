@@ -1,6 +1,6 @@
 """Material of the probe: decoding steps with deliberate faults, and plain forward passes over the same sequences.
 
-It also records inputs and outputs of linear layers' own code, to compare packed layers with.
+The reference also records inputs and outputs of linear layers' own code, to compare packed layers with.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def hide_parents(nodes: Nodes, row: int) -> Nodes:
 
 
 def show_siblings(nodes: Nodes, row: int) -> Nodes:
-    """Show every earlier node to a node, related or not."""
+    """Let a node attend to every earlier node, related or not."""
     return _with_ancestors(nodes, row, lambda seen, parent: torch.ones_like(seen).tril())
 
 
@@ -103,8 +103,8 @@ class ProbePlan:
 
     @classmethod
     def whole(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
-        """Return a plan with partly rejected chains, a single token, trees of which one branch is kept, and the step
-        after it.
+        """Return a plan of steps: chains that are partly rejected, a single token, trees of which one branch is kept,
+        and one more step.
 
         Args:
           faults: faults to make in the trees, each in an additional row that otherwise equals the first.
@@ -246,7 +246,7 @@ def plain_forwards(
     """Run every sequence of a plan through the model itself, in one batch, padded at the ends.
 
     Args:
-      layers: layers whose inputs are disturbed by one rounding, in additional rows.
+      layers: layers whose inputs are changed by one rounding, in additional rows.
       rehearsal: the plan.
       epsilon: relative rounding of the dtype.
       once_more: also run one of the sequences alone.
@@ -335,11 +335,12 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def epsilon(dtype: torch.dtype, rounds_inputs: str) -> float:
-    """Return the relative rounding of a dtype, at least that of float32, in which models compute norms and angles.
+    """Return the relative rounding of a dtype. It is at least that of float32, in which models compute norms and
+    angles.
 
     Args:
-      rounds_inputs: sentence about layers that round their inputs to 8 bits; empty without such layers. This is about
-        as coarse as bfloat16, because the last bit of an input can move it by a whole step.
+      rounds_inputs: sentence about layers that round their inputs to 8 bits; empty without such layers. Rounding to 8
+        bits is about as coarse as bfloat16, because the last bit of an input can move it by a whole step.
     """
     least = torch.finfo(torch.bfloat16 if rounds_inputs else torch.float32).eps
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, least)
@@ -371,7 +372,7 @@ def linear_samples(model: nn.Module | None) -> Iterator[Samples]:
 
 
 def linear_errors(model: nn.Module, samples: Samples) -> dict[str, float]:
-    """Return relative errors, by path, of layers whose forward was replaced since; NaN if the original gave NaN."""
+    """Return relative errors, by path, of the layers with a replaced forward; NaN if the original gave NaN."""
     paths = {module: path for path, module in model.named_modules()}
     return {
         paths[layer]: _relative_distance(layer.forward(*inputs), outputs)

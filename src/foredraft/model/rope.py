@@ -1,4 +1,5 @@
-"""Rotary positions whose frequencies depend on sequence length, fixed in a shadow so that no forward pass changes them.
+"""Rotary positions whose frequencies depend on sequence length. They are fixed in a shadow so that no forward pass
+changes them.
 
 Dynamic NTK has other frequencies for every length beyond the context, and the module keeps them afterwards. A shadow
 has the frequencies of sequences within the context. Longrope has two sets: one for sequences up to its original
@@ -85,7 +86,7 @@ def _run(module: nn.Module, positions: list[int]) -> list[Any]:
 
 
 def _fixed(module: nn.Module, position: int) -> nn.Module:
-    """Return a copy that always uses the frequencies of sequences that reach ``position``."""
+    """Return a copy that always uses the frequencies of sequences of length ``position`` or more."""
     fixed: Any = copy.deepcopy(module)
     kinds = fixed.rope_type
     for prefix in (f"{kind}_" for kind in kinds) if isinstance(kinds, dict) else ("",):
@@ -98,7 +99,7 @@ def _fixed(module: nn.Module, position: int) -> nn.Module:
 
 
 def _is_right(ranged: RangedRope, module: nn.Module) -> bool:
-    """Return whether both sets equal those of the module itself, which may choose frequencies in another way."""
+    """Return whether both sets of frequencies equal those of the module itself, which may choose them differently."""
     border = ranged.border
     last = border - 1
     for given, position, other in ((last, last, 0), (border, 0, border), (2 * border, border, 0)):

@@ -28,8 +28,8 @@ _MAX_DEPTH = 8
 class ModelState:
     """Structure of a model at one moment. Models in equal states compute the same, apart from the values in tensors.
 
-    A state keeps neither modules nor tensors alive. They are identified by their ids, which are not reused as long as
-    a shadow shares the objects.
+    A state keeps neither modules nor tensors alive. Modules and tensors are identified by their ids, which are not
+    reused as long as a shadow shares the objects.
 
     Args:
       structure: types, tensors and hooks of all modules, and the values of their plain attributes and configs.

@@ -25,9 +25,9 @@ def sublayers(layer: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     attention = attention or [child for child in matrices if hasattr(child, "layer_idx")]
     mlp = tuple(child for child in matrices if child not in attention)
     if len(attention) != 1 or not mlp:
-        names = [type(child).__name__ for child in matrices]
+        names = [name for name, child in layer.named_children() if child in matrices]
         raise UnsupportedModelError(
-            f"{type(layer).__name__} consists of {', '.join(names) or 'no known modules'}; sublayers can be skipped "
+            f"a decoder layer consists of {', '.join(names) or 'no modules with weights'}; sublayers can be skipped "
             "only if a layer has one attention and one MLP. Use another method."
         )
     return attention[0], mlp

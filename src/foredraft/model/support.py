@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from foredraft import zoo
 from foredraft.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
 from foredraft.model.execution.forwards import replace_forward, replacement
 from foredraft.model.masks import FULL, SLIDING
@@ -42,14 +43,19 @@ def check_unwrapped(model: nn.Module) -> PreTrainedModel:
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             raise UnsupportedModelError(
-                f"the model is a {kind} around a {type(module).__name__}; foredraft needs the transformers model "
-                f"itself, so pass the inner one: model.{path}. Adapter layers inside it are kept, and switching them "
-                "works. Changes that the wrapper makes to the inputs, such as the virtual tokens of prompt tuning, "
-                "are lost"
+                f"the model is a {kind} around {model_name(module)}; foredraft needs the transformers model itself, so "
+                f"pass the inner one: model.{path}. Adapter layers inside it are kept, and switching them works. "
+                "Changes that the wrapper makes to the inputs, such as the virtual tokens of prompt tuning, are lost"
             )
     raise UnsupportedModelError(
         f"the model is a {kind}, which contains no supported transformers model; load one with AutoModelForCausalLM"
     )
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """Return the name of a model for messages: zoo:NAME, its path or hub id, else its type ("the llama model")."""
+    path = str(getattr(model, "name_or_path", "") or "")
+    return zoo.name_of(path) or path or f"the {model.config.model_type} model"
 
 
 def take_out_compilation(model: nn.Module) -> None:
@@ -83,7 +89,7 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
     Raises: UnsupportedModelError, UnsupportedStateError; the message names the reason.
     """
     model = check_unwrapped(given)
-    name = type(model).__name__
+    name = model_name(model)
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; foredraft decodes causal language models.")
@@ -127,8 +133,8 @@ def check_supported(given: nn.Module) -> PreTrainedModel:
             continue
         if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedStateError(
-                f"layer {index} of {name} keeps {kind.__name__} state, which cannot be rolled back exactly "
-                "after a rejected draft. Models with attention layers only are supported."
+                f"layer {index} of {name} keeps a recurrent, convolutional or compressed state, which cannot be "
+                "rolled back exactly after a rejected draft. Models with attention layers only are supported."
             )
     unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
     if unknown:
@@ -164,10 +170,11 @@ def shares_keys(config: Any) -> bool:
 
 
 def compute_all_nodes(shadow: nn.Module) -> None:
-    """Make layers that share keys run over all nodes. Gemma 4 runs them only over the nodes whose logits are needed.
+    """Make layers that share keys run over all nodes. Gemma 4 runs its last layers only over the nodes whose logits are
+    needed.
 
-    It selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are needed for all
-    nodes.
+    The context manager selects those nodes at the end of a row, where nodes of a flat list do not lie. Features are
+    needed for all nodes.
     """
     for module in shadow.modules():
         if "first_kv_shared_layer_idx" in vars(module):
@@ -195,11 +202,11 @@ def check_autocast(device: torch.device) -> None:
 
 
 def exact_context_length(config: Any) -> int | None:
-    """Return the length up to which a sequence's logits do not depend on what else runs; None if the config has no
+    """Return the length up to which a sequence's logits do not depend on the other rows; None if the config has no
     limit.
 
     Longrope changes all frequencies once any position of a forward pass exceeds the original context. A draft across
-    that limit would change tokens before it, so a sequence whose prompt is within the limit ends there.
+    that limit would change tokens before it. A sequence whose prompt is within the limit therefore ends there.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
     border = longrope_border(config)

@@ -50,7 +50,7 @@ class SnapKVScorer:
     attention through this function is refused.
 
     Args:
-      target: model whose cache is scored. It is not changed, and its forward passes are not counted.
+      target: model whose cache is scored. The target is not changed, and its forward passes are not counted.
 
     Raises: UnsupportedModelError for a model with its own attention code.
     """

@@ -16,10 +16,11 @@ struct Matrix {
   int64_t scale_kind, zero_kind;  // FLOAT32, or FLOAT16 or MULTIPLES with groups; zeros may also be BYTES
   const void *scales, *zeros;  // by block of outputs, group, and output. zeros: the weight of code 0 or, as BYTES, the
                                // code of weight 0; null if that is the code in the middle
-  int64_t activation_bytes;    // codes only: bytes that activations are rounded to, 2, or 1 for drafts
+  int64_t activation_bytes;    // codes only: bytes that activations are rounded to, 1 or 2
   int64_t value_kind;          // codes only: BFLOAT16 or FLOAT32, kind of the inputs and the result
   int64_t half_shift;          // MULTIPLES only: 2 to this power groups share a number in half precision
   const void *scale_halves, *zero_halves;  // these numbers, by block of outputs, groups that share one, and output
+  int64_t ignores_infinite;    // codes only: 1 for drafts, where spans with infinite numbers become 0 instead of NaN
 };
 
 // MULTIPLES: int8 multiples of a number in half precision that several groups share. SCALED: int8 numbers of a cache,

@@ -59,6 +59,7 @@ class Matrix(ctypes.Structure):
         *_of(Address, "scales zeros"),
         *_of(Integer, "activation_bytes value_kind half_shift"),
         *_of(Address, "scale_halves zero_halves"),
+        ("ignores_infinite", Integer),
     )
 
 

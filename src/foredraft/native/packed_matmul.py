@@ -88,6 +88,7 @@ class PackedMatrix:
         dtype: torch.dtype = torch.float32,
         scale_halves: torch.Tensor | None = None,
         zero_halves: torch.Tensor | None = None,
+        ignores_infinite: bool = False,
     ) -> None:
         self._size = outputs, inputs = size
         self.packed = packed
@@ -101,10 +102,20 @@ class PackedMatrix:
         of_bias, of_scales, of_zeros, *halves = (None if each is None else each.data_ptr() for each in self._kept)
         of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
         shift = 0 if scales is None or scale_halves is None else shift_of(scales.shape[1], scale_halves.shape[1])
-        of_codes = group, *of_kinds, of_scales, of_zeros, activation_bytes, KINDS[dtype], shift, *halves
+        of_codes = (
+            group,
+            *of_kinds,
+            of_scales,
+            of_zeros,
+            activation_bytes,
+            KINDS[dtype],
+            shift,
+            *halves,
+            ignores_infinite,
+        )
         self.fields = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, *of_codes)
         self.address = ctypes.addressof(self.fields)
-        self.rounding = 2.0 ** (1 - 8 * activation_bytes) if activation_bytes else torch.finfo(torch.float32).eps
+        self.rounding = _rounding(activation_bytes) if activation_bytes else torch.finfo(torch.float32).eps
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else dtype
         self.instruction_set = kernels.instruction_set
         self._kernels = kernels
@@ -114,9 +125,7 @@ class PackedMatrix:
         outputs, inputs = self._size
         x = self._checked(x)
         out = x.new_empty((*x.shape[:-1], outputs))
-        self._kernels.product(
-            self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads()
-        )
+        self._kernels.product(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
         return out
 
     def grouped(self, x: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -220,14 +229,16 @@ class NativeMatrix(PackedMatrix):
 
 
 class CodesMatrix(PackedMatrix):
-    """A weight in integer codes, multiplied by activations rounded to 16 bits with one scale per 64 inputs or fewer.
+    """A weight in integer codes. Activations are rounded to 16 or 8 bits, with one scale per 64 inputs or fewer.
 
     Args:
       given: codes, or parts that are concatenated along the outputs. Parts are rounded or read piece by piece, so that
         no second copy is in memory.
       bias: (out,), or None.
       kernels: compiled functions.
-      activation_bytes: 2, or 1 for codes of 8 bits in drafts only, which halves the arithmetic.
+      activation_bytes: 2, or 1, which halves the arithmetic of many rows on most CPUs.
+      ignores_infinite: multiply infinite activations, and others of their span, as 0; for drafts. By default, the
+        result is NaN.
       dtype: float32 or bfloat16, dtype of inputs and results.
       seen: callback after each packed piece.
 
@@ -244,6 +255,7 @@ class CodesMatrix(PackedMatrix):
         kernels: Library,
         *,
         activation_bytes: int = 2,
+        ignores_infinite: bool = False,
         dtype: torch.dtype = torch.float32,
         seen: Seen | None = None,
     ) -> None:
@@ -292,7 +304,9 @@ class CodesMatrix(PackedMatrix):
             form.group,
             activation_bytes,
             dtype,
-            *halves,
+            scale_halves=halves[0],
+            zero_halves=halves[1],
+            ignores_infinite=ignores_infinite,
         )
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):
@@ -326,6 +340,10 @@ class CodesMatrix(PackedMatrix):
             if kept is not None and each is not None:
                 kept[place // CODES_BLOCK, :, place % CODES_BLOCK] = each.to(kept.dtype)
 
+    def round_activations(self, num_bytes: int) -> None:
+        """Round activations of all later products to this number of bytes, 1 or 2."""
+        self.fields.activation_bytes, self.rounding = num_bytes, _rounding(num_bytes)
+
     @property
     def codes(self) -> Codes:
         """The weight as codes, unpacked."""
@@ -347,6 +365,11 @@ class CodesMatrix(PackedMatrix):
     def dense(self) -> torch.Tensor:
         """Return the dequantised weight, float32 (out, in)."""
         return self.codes.dense()
+
+
+def _rounding(activation_bytes: int) -> float:
+    """Return the largest error of rounding an activation, relative to the largest one with the same scale."""
+    return 2.0 ** (1 - 8 * activation_bytes)
 
 
 def _without_units(lines: torch.Tensor, bits: int) -> torch.Tensor:

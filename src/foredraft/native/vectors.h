@@ -15,7 +15,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 #if defined(FOREDRAFT_AVX2)
 typedef __m256 Vector;

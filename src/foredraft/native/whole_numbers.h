@@ -14,15 +14,15 @@ static inline Whole odd(Whole bytes) { return _mm256_srli_epi16(bytes, 8); }
 static inline Whole add_whole(Whole a, Whole b) { return _mm256_add_epi32(a, b); }
 static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 static inline Whole multiply_whole(Whole a, Whole b) { return _mm256_mullo_epi32(a, b); }
-static inline Whole nibbles(Whole words) { return _mm256_and_si256(words, _mm256_set1_epi16(15)); }
+static inline Whole all_words(int16_t value) { return _mm256_set1_epi16(value); }
+static inline Whole twos(Whole a, Whole b) { return _mm256_maddubs_epi16(a, b); }
+static inline Whole add_twos(Whole sums, Whole a, Whole b) { return _mm256_add_epi16(sums, twos(a, b)); }
 static inline Whole lower_halves(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 static inline Whole times_256(Whole values) { return _mm256_slli_epi32(values, 8); }
 static inline Whole bits_in_both(Whole a, Whole b) { return _mm256_and_si256(a, b); }
 static inline Whole bits_in_either(Whole a, Whole b) { return _mm256_or_si256(a, b); }
-template <int BITS>
-static inline Whole shifted_up(Whole words) { return _mm256_slli_epi16(words, BITS); }
-template <int BITS>
-static inline Whole shifted(Whole words) { return _mm256_srli_epi16(words, BITS); }
+static inline Whole shifted_up(Whole words, int bits) { return _mm256_slli_epi16(words, bits); }
+static inline Whole shifted(Whole words, int bits) { return _mm256_srli_epi16(words, bits); }
 static inline Whole nearest(Vector values) { return _mm256_cvtps_epi32(values); }
 static inline void write_whole(int32_t* to, Whole values) { _mm256_storeu_si256((Whole*)to, values); }
 static inline Whole widened(const uint8_t* bytes) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes)); }
@@ -42,6 +42,16 @@ static inline void write_words(uint8_t* to, Whole values) {
   const __m128i words = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packs_epi32(values, values), 0x08));
   _mm_storeu_si128((__m128i*)to, _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xd8), 0xd8));
 }
+// The same with sums that stay in their registers. Compilers move products ahead of additions and then run out of
+// registers, or copy sums.
+static inline Whole add_pairs_in_place(Whole sums, Whole a, Whole b) {
+  asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(a, b)));
+  return sums;
+}
+static inline Whole add_twos_in_place(Whole sums, Whole a, Whole b) {
+  asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(twos(a, b)));
+  return sums;
+}
 static const bool has_vnni = false;
 #define WITH_VNNI inline
 static inline Whole add_pairs_at_once(Whole sums, Whole, Whole) { return sums; }
@@ -56,15 +66,15 @@ static inline Whole odd(Whole bytes) { return _mm512_srli_epi16(bytes, 8); }
 static inline Whole add_whole(Whole a, Whole b) { return _mm512_add_epi32(a, b); }
 static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b)); }
 static inline Whole multiply_whole(Whole a, Whole b) { return _mm512_mullo_epi32(a, b); }
-static inline Whole nibbles(Whole words) { return _mm512_and_si512(words, _mm512_set1_epi16(15)); }
+static inline Whole all_words(int16_t value) { return _mm512_set1_epi16(value); }
+static inline Whole twos(Whole a, Whole b) { return _mm512_maddubs_epi16(a, b); }
+static inline Whole add_twos(Whole sums, Whole a, Whole b) { return _mm512_add_epi16(sums, twos(a, b)); }
 static inline Whole lower_halves(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 static inline Whole times_256(Whole values) { return _mm512_slli_epi32(values, 8); }
 static inline Whole bits_in_both(Whole a, Whole b) { return _mm512_and_si512(a, b); }
 static inline Whole bits_in_either(Whole a, Whole b) { return _mm512_or_si512(a, b); }
-template <int BITS>
-static inline Whole shifted_up(Whole words) { return _mm512_slli_epi16(words, BITS); }
-template <int BITS>
-static inline Whole shifted(Whole words) { return _mm512_srli_epi16(words, BITS); }
+static inline Whole shifted_up(Whole words, int bits) { return _mm512_slli_epi16(words, bits); }
+static inline Whole shifted(Whole words, int bits) { return _mm512_srli_epi16(words, bits); }
 static inline Whole nearest(Vector values) { return _mm512_cvtps_epi32(values); }
 static inline void write_whole(int32_t* to, Whole values) { _mm512_storeu_si512(to, values); }
 static inline Whole widened(const uint8_t* bytes) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes)); }
@@ -83,6 +93,8 @@ static inline void write_words(uint8_t* to, Whole values) {
   const __m256i words = _mm512_cvtepi32_epi16(values);
   _mm256_storeu_si256((__m256i*)to, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
 }
+static inline Whole add_pairs_in_place(Whole sums, Whole a, Whole b) { return add_pairs(sums, a, b); }
+static inline Whole add_twos_in_place(Whole sums, Whole a, Whole b) { return add_twos(sums, a, b); }
 #if defined(__AVX512VNNI__)
 static const bool has_vnni = true;
 #define WITH_VNNI inline

@@ -28,7 +28,7 @@ class Prompt:
     Args:
       token_ids: token ids of the prompt, at least one.
       text: text of the prompt; None if it was given as token ids.
-      output_ids: output so far of each sample, which generation continues; empty for a new request.
+      output_ids: existing output of each sample, to be continued; empty for a new request.
       cache_salt: salt of the prefix cache; None for no salt.
     """
 
@@ -122,7 +122,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **templa
 
     Args:
       messages: conversation, or text as the only message of a user.
-      template_options: template variables and arguments of ``apply_chat_template``; they may also be given in the
+      template_options: template variables and arguments of ``apply_chat_template``. They may also be given in the
         mapping ``chat_template_kwargs``, as in vLLM.
 
     Raises: ConfigError if the model has no template or the template is not valid Jinja; PromptError if the template
@@ -184,7 +184,7 @@ def _any_ids(value: Any, place: int) -> tuple[int, ...]:
 
 
 def _output_ids(value: Any, place: int) -> tuple[tuple[int, ...], ...]:
-    """Output so far of every sample of a prompt. A flat list of numbers is the output of a single sample."""
+    """Existing output of every sample of a prompt. A flat list of numbers is the output of a single sample."""
     if not has_items(value):
         raise PromptError(
             f"prompt {place} has the output_ids {value!r}; give the token ids of the output so far, or one such list "
@@ -204,7 +204,7 @@ def _is_index(value: Any) -> bool:
 
 def conversations_of(messages: Any) -> list[Any]:
     """Return the conversations of a call as a list. The call may contain text, one list of messages, or several
-    conversations; iterators are converted to lists.
+    conversations. Iterators are converted to lists.
 
     Raises: PromptError for a value that contains no messages.
     """
@@ -266,8 +266,8 @@ def seeded(params: SamplingParams, seed: int | None, number: int) -> SamplingPar
       seed: seed of the `LLM`; None for none.
       number: number of the request.
 
-    Randomness: the seed of the parameters if they have one; otherwise a seed derived from that of the LLM and the
-      request number; otherwise a random seed.
+    Randomness: the seed of the parameters if they have one. Else a seed derived from the seed of the LLM and the
+      request number. If the LLM has none either, a random seed.
     """
     if params.seed is not None:
         return params

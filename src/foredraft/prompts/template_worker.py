@@ -1,7 +1,7 @@
 """Program that renders chat templates in a separate process, which confines whatever a template does.
 
-It imports only the standard library and Jinja, and is started by `foredraft.prompts.templates`. A request is a length
-followed by a marshalled pair of template and variables. A response is a kind, a length and text.
+The worker imports only the standard library and Jinja, and is started by `foredraft.prompts.templates`. A request is a
+length followed by a marshalled pair of template and variables. A response is a kind, a length and text.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _compiled(template: str) -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """Tag ``{% generation %}``, which marks the assistant's output for training. Its text is that of its body."""
+        """Tag ``{% generation %}``, which marks the assistant's output for training. The tag renders to the text of its
+        body."""
 
         tags = {"generation"}  # noqa: RUF012 - required by Jinja
 

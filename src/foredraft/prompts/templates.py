@@ -38,7 +38,7 @@ _PASSED_ON = (
     "LC_CTYPE",
     "LC_TIME",
 )
-"""Environment variables that Python and the clock need. Others, such as API keys of a server, are hidden from
+"""Environment variables that Python and the clock need. Other variables, such as API keys of a server, are hidden from
 templates."""
 
 NOT_VARIABLES = frozenset({
@@ -49,7 +49,7 @@ NOT_VARIABLES = frozenset({
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may contain reasoning."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marker after a message that is to be continued. It shows where the message ends in the rendered text."""
+"""Marker after a message that is to be continued. The marker shows where the message ends in the rendered text."""
 
 
 class TemplateFailure(Exception):
@@ -150,7 +150,7 @@ def _round_trip(worker: subprocess.Popen[bytes], data: bytes) -> tuple[int, str]
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """End a worker. It exits by itself when its input is closed."""
+    """End a worker. The worker exits by itself when its input is closed."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     with suppress(OSError):
@@ -278,8 +278,8 @@ def _up_to_tag(text: str, final: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to plain types that can be marshalled, as transformers shows values to templates. The result has
-    no methods of its own."""
+    """Convert a value to plain types that can be marshalled, as transformers shows values to templates. The plain form
+    has no methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

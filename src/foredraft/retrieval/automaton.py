@@ -29,8 +29,8 @@ class SuffixAutomaton:
     """All substrings of a text with counts, built token by token.
 
     Source: Blumer et al. 1985; as a drafter, SAM-Decoding (Hu et al. 2024, arXiv:2411.10666). Deviations: states
-    contain how often and how recently their strings occurred, exactly for strings of up to ``max_length`` tokens. The
-    match is derived from the suffix link of the last state, so there is no cursor that an insertion could invalidate.
+      contain how often and how recently their strings occurred, exactly for strings of up to ``max_length`` tokens. The
+      match is derived from the suffix link of the last state, so an insertion cannot invalidate it.
 
     After a context of length l that occurred n times, shorter contexts have the weight `ESCAPE` / (n * l + `ESCAPE`).
 
@@ -153,9 +153,9 @@ class SuffixAutomaton:
         ]
 
     def _add_shares(self, shares: dict[int, list[float]], state: int, length: int, rest: float, floor: float) -> float:
-        """Distribute ``rest`` over the successors of one state, and return what is left for shorter contexts.
+        """Distribute ``rest`` over the successors of one state. Return the remainder, which is for shorter contexts.
 
-        A new token that cannot reach ``floor``, whatever the shorter contexts add, is left out.
+        A new token is left out if it cannot reach ``floor`` with any shares of the shorter contexts.
         """
         following, count = self._next[state], self._count
         if not following:

@@ -72,7 +72,8 @@ MEMORY_BYTES = 2 * 10**9
 """Default memory limit of a build. Sorting a shard takes 5 bytes per byte of token ids; the rest is for Python."""
 
 _BASE_MEMORY = 600 * 10**6  # interpreter, torch, tokenizer
-_CHECKPOINT_BYTES = 8 << 20
+CHECKPOINT_BYTES = 8 << 20
+"""Bytes of tokens after which the state on disk is brought up to date."""
 
 Progress = Callable[[str, int, int], None]
 """Function of the current activity, the amount done, and the total amount."""
@@ -164,7 +165,7 @@ def append(
 
 
 def _drop(folder: Path) -> None:
-    """Delete what a build wrote, and nothing else."""
+    """Delete the files of a build, and nothing else."""
     with writing(folder):
         for pattern in ("shard-*.tokens*", "shard-*.index*", STATE + "*", MANIFEST + "*"):
             for path in folder.glob(pattern):
@@ -257,7 +258,7 @@ class _Builder:
                 self._write(self._separator)
                 self._state.open_documents += 1
             self._state.piece += 1
-        if self._state.open_bytes - self._saved_bytes >= _CHECKPOINT_BYTES:
+        if self._state.open_bytes - self._saved_bytes >= CHECKPOINT_BYTES:
             self._checkpoint()
 
     # -- the open shard ------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ def from_tokens(
     num_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> DatastoreManifest:
-    """Write a datastore of documents that are token ids already. It belongs to no tokenizer.
+    """Write a datastore of documents that are token ids already. Such a datastore belongs to no tokenizer.
 
     Args:
       documents: documents, read one at a time, so that they need not fit into memory.

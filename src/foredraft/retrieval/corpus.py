@@ -16,10 +16,10 @@ from foredraft.extras import install_command
 from foredraft.folders import parsed_json
 
 PIECE_CHARACTERS = 1 << 19
-"""Length of the longest text that is tokenised at once. It bounds the memory for reading."""
+"""Length of the longest text that is tokenised at once. The limit bounds the memory for reading."""
 
 _BATCH_CHARACTERS = 1 << 20
-_BATCH_PIECES = 1024
+BATCH_PIECES = 1024
 
 _MARKUP = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".log"}
 _CODE = {
@@ -53,7 +53,7 @@ class TextPiece(NamedTuple):
     Args:
       text: text of the piece; empty only if the piece marks the end of a document.
       ends_document: True for the last piece of a document.
-      bytes_read: bytes of the file read so far, compressed ones for a compressed file.
+      bytes_read: number of bytes read from the file, compressed bytes for a compressed file.
     """
 
     text: str
@@ -204,7 +204,7 @@ def batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_PIECES:
+        if size >= _BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
             yield batch
             batch, size = [], 0
     if batch:

@@ -35,7 +35,7 @@ class Lookup:
       depth: number of tokens read after an occurrence; at most 64.
       max_hits: largest number of occurrences to read. If there are more, this many are sampled at equal distances in
         sorted order, so that the proportions of their counts stay the same.
-      few_hits: number of occurrences below which those of the next shorter context are added.
+      few_hits: number of occurrences below which the occurrences of the next shorter context are added.
     """
 
     match_min: int = 1
@@ -63,8 +63,9 @@ class Datastore:
     """Shards of tokens, searched through memory maps.
 
     Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: documents are separated, and no match crosses the end
-    of a document. Ids have the smallest width that fits the vocabulary. The length of the match is found by bisection
-    instead of trying 16, 15, ... in turn. If there are more than ``max_hits`` hits, they are sampled evenly instead of
+      of a document. Ids have the smallest width that fits the vocabulary. The length of the match is found by
+      bisection, not by trying 16, 15, ... one after the other. If there are more than ``max_hits`` hits, they are
+      sampled evenly instead of
     cut off. If there are few, hits of the next shorter context are added.
 
     Cost: a lookup makes about a hundred probes and reads ``max_hits`` continuations; see dev/measurements/lookup.md.
@@ -125,7 +126,7 @@ class Datastore:
 
         Args:
           length: length of the context in tokens.
-          hits: its occurrences by shard.
+          hits: occurrences of the context, by shard.
           shorter: occurrences of the context that is one token shorter; None if they do not count.
         """
         num_hits = sum(map(len, hits))

@@ -64,7 +64,7 @@ def grow(pending: int, roots: Sequence[GrowthRoot], shape: TreeLimits, name: str
     children.
 
     Tokens that several sources propose at one node are merged. The token gets the highest of its scores, each relative
-    to the path so far.
+    to the path before it.
 
     Returns: a tree with scores. Exactness: lossless for any rule that supports deterministic drafts. Randomness: none.
     """
@@ -96,13 +96,13 @@ def grow(pending: int, roots: Sequence[GrowthRoot], shape: TreeLimits, name: str
 
 
 _ROUNDING = 1 - 1e-9
-"""Factor on the floor that sources get, so that rounding loses no candidate whose score equals the floor."""
+"""Factor on the floor that sources receive, so that rounding loses no candidate whose score equals the floor."""
 
 
 def _merged(roots: Sequence[GrowthRoot], score: float, floor: float) -> Sequence[Candidate]:
     """Return the candidates of all sources with a score of at least ``floor``, with equal tokens merged.
 
-    Scores are those of the whole path. Places are tuples of roots, one for every source.
+    Scores belong to the whole path. Places are tuples of roots, one for every source.
     """
     merged: dict[int, Candidate] = {}
     for candidates, place, own in roots:

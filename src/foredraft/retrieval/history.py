@@ -25,13 +25,13 @@ class OutputHistory:
     """Earlier outputs, with counts of their continuations.
 
     Source: the global tree of SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975). Deviations: the least recently
-    *used* output is removed first, not the oldest. The number of tokens is bounded as well as that of outputs. A
+      *used* output is removed first, not the oldest. Both the number of outputs and the number of tokens are limited. A
     continuation that reaches the depth of the tree continues from its own suffix.
 
     Args:
       max_depth: length in tokens of the longest stored string. Every window of this length of an output is stored.
-      max_outputs: number of outputs above which the least recently used ones are removed; `MAX_TOKENS` is a second
-        limit.
+      max_outputs: largest number of outputs; beyond it the least recently used ones are removed. `MAX_TOKENS` is a
+        second limit.
       fingerprint: fingerprint of the tokenizer, so that a saved history is not loaded with another.
 
     Thread safety: every method may be called from any thread.
@@ -57,7 +57,7 @@ class OutputHistory:
 
     @property
     def num_added(self) -> int:
-        """Number of outputs added so far, including removed ones."""
+        """Number of added outputs, including removed ones."""
         return self._next_key
 
     # -- taking in and forgetting ----------------------------------------------------------------------------------

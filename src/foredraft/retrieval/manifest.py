@@ -79,8 +79,8 @@ class DatastoreManifest:
 
     @classmethod
     def read(cls, folder: Path) -> DatastoreManifest:
-        """Read the manifest of a datastore. Raises DatastoreError if there is none, or if foredraft did not write
-        it."""
+        """Read the manifest of a datastore. Raises DatastoreError if there is no manifest, or if foredraft did not
+        write it."""
         path = folder / MANIFEST
         if not path.is_file():
             unfinished = "an unfinished build" if (folder / "build.json").exists() else "no datastore"

@@ -16,8 +16,8 @@ from foredraft.errors import DatastoreError
 from foredraft.extras import install_command
 
 PADDING = 64
-"""Number of separators after the last token, so that a continuation can be read past the end. Also the length of the
-longest continuation."""
+"""Number of separators after the last token, so that a continuation can be read past the end. This is also the length
+of the longest continuation."""
 
 Ids = npt.NDArray[np.int64]
 

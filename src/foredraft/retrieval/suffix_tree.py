@@ -11,7 +11,7 @@ WIDTH = 4
 
 
 class Node:
-    """A node of the tree. Its string is that of its parent followed by its label.
+    """A node of the tree. The string of a node is that of its parent followed by its label.
 
     Args:
       label: bytes of at least one token.
@@ -33,7 +33,7 @@ class Node:
 class SuffixMatch(NamedTuple):
     """A position in the tree: ``offset`` bytes into the label of ``node``, with its string and the score of its path.
 
-    It is valid as long as the tree has the same ``version``; after that its string is looked up again.
+    A match is valid as long as the tree has the same ``version``; after that its string is looked up again.
     """
 
     node: Node

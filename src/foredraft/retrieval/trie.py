@@ -20,14 +20,15 @@ _SURPLUS = 8  # candidates per wanted node if the limit of branches will drop so
 
 
 _Node = tuple[int, int, int, int, float]
-"""A node of the trie: its index in the flattened (depth, rows), that of its parent, level, token and weight."""
+"""A node of the trie: its index in the flattened (depth, rows), the index of its parent, and its level, token and
+weight."""
 
 
 class ContinuationTrie:
     """The continuations of a context, with counts.
 
-    A node is a run of rows with the same first tokens. No child counts more than its parent, so the best n nodes of the
-    trie are a tree, and best-first expansion is one selection over all nodes.
+    A node is a run of rows with the same first tokens. No child counts more than its parent. Therefore the best n nodes
+    of the trie are a tree, and best-first expansion is one selection over all nodes.
 
     Args:
       rows: (M,) records of the bytes of D tokens, big-endian.
@@ -146,7 +147,7 @@ def _largest(weights: Ids, count: int) -> Ids:
 def _best(weights: Ids, recency: Ids, count: int) -> Ids:
     """Return the indices of the ``count`` heaviest nodes, equal ones by recency, best first.
 
-    Recencies are all different. Weights are those of `_largest`, so only nodes of the smallest weight can be in excess.
+    Recencies are all different. Weights come from `_largest`, so only nodes of the smallest weight can be in excess.
     """
     surplus = len(weights) - count
     if surplus <= 0:
@@ -164,9 +165,9 @@ def _columns(rows: npt.NDArray[np.void], width: int) -> npt.NDArray[np.integer[A
 
 
 def candidates_of(tree: DraftTree) -> Candidates:
-    """Return a grown tree as a source of candidates, to be merged with others. Its places are nodes.
+    """Return a grown tree as a source of candidates, to be merged with others. The places of candidates are nodes.
 
-    Candidates are in the order of the tree's nodes, which is that of their scores.
+    Candidates are in the order of the tree's nodes, which is the order of their scores.
     """
     scores = tree.scores or (0.0,) * len(tree)
     found = [Candidate(scores[node], len(tree) - node, tree.tokens[node], node) for node in range(len(tree))]

@@ -1,8 +1,8 @@
 """The best tokens of rows of scores: by score, or by score plus keyed noise. All rows share one set of parameters.
 
 On the CPU, noise is computed only for tokens that may be chosen, for all rows at once. On other devices it is computed
-for the whole vocabulary. Both choose the same token. Bad rows (NaN, +inf, or no possible token) get -1 and -inf, and
-never affect other rows.
+for the whole vocabulary. Both ways choose the same token. Bad rows (NaN, +inf, or no possible token) get -1 and -inf,
+and never affect other rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOWEST = float(np.finfo(np.float32).min)
 def healthy_rows(scores: Tensor, temperature: float = 1.0) -> Iterator[tuple[int, np.ndarray, float]]:
     """Yield the rows of (M, V) that have a finite maximum: index, float32 (V,) divided by the temperature, maximum.
 
-    The array is valid only until the next row. It is reused so that it stays in the processor's cache.
+    The array is valid only until the next row. The array is reused so that it stays in the processor's cache.
     """
     buffer = torch.empty(scores.shape[1], dtype=torch.float32)
     row = buffer.numpy()
@@ -169,7 +169,7 @@ NOISE_NUMBERS = 1 << 23
 def argmax(logits: Tensor) -> Tensor:
     """Return the lowest index of the largest logit, as greedy ``generate`` does in float32; -1 in bad rows.
 
-    (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). It is the choice of every sampler with
+    (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). The argmax is the choice of every sampler with
     ``is_argmax``.
     """
     if logits.device.type != "cpu":
@@ -240,7 +240,8 @@ def perturbed_best(
     Args:
       scores: (M, V) of any float dtype, before the temperature.
       keys: M keys of the match stream.
-      columns: int64 (V,), token ids of the columns, which select their noise; by default the column numbers.
+      columns: int64 (V,), token ids of the columns. They select the noise of the columns. The default is the column
+        numbers.
     """
     scores = for_double(scores)
     if scores.device.type != "cpu" or not warper.has_shortcut:

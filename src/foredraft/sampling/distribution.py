@@ -51,9 +51,9 @@ def log_probs(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]
       samplers: M samplers, one per node; nodes of one row share a sampler.
       paths: M paths: the draft tokens between the row's committed tokens and the node, including the node's own.
 
-    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation. Its
-      entries are the log-softmax of the processed logits, as users expect; `probs` returns the point mass from which it
-      is decoded.
+    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation. The
+      entries of a greedy row are the log-softmax of the processed logits, as users expect; `probs` returns the point
+      mass from which the row is decoded.
     Exactness: transformers' own values up to the rounding of the normaliser, and exactly its support.
     """
     return _warped(logits, samplers, paths, _log_probs)
@@ -166,7 +166,7 @@ def choose_siblings(
 
 
 def failure(logits: Tensor, sampler: Sampler) -> Exception:
-    """Return the error for a row (V,) of logits whose choice was -1: from the model, or from a processor."""
+    """Return the error for a row (V,) of logits whose choice was -1. The fault is in the model or in a processor."""
     if bool(torch.isnan(logits).any()):
         return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
     if not bool((logits > -torch.inf).any()):

@@ -1,10 +1,10 @@
 """Filters that leave tokens possible: temperature, top-k, top-p, min-p and typical-p.
 
-The result equals that of transformers, token by token. Its own classes sort the whole vocabulary for every row. On the
-CPU the kept set is found here from the few tokens that can be in it. Sometimes the result depends on the rounding of
-transformers' cumulative sum, or on the order in which its unstable sort leaves equal values. The tokens in question are
-then kept as *unsure*, and transformers' own classes decide, but only if one of them matters. This is rare, because a
-choice needs only the winner.
+The result equals that of transformers, token by token. The classes of transformers sort the whole vocabulary for every
+row. On the CPU the kept set is found here from the few tokens that can be in it. Sometimes the result depends on the
+rounding of transformers' cumulative sum, or on the order in which its unstable sort leaves equal values. The tokens in
+question are then kept as *unsure*. If one of them matters, transformers' own classes decide. An *unsure* result rarely
+matters, because a choice needs only the winner.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Support:
     """The tokens of one row that keep some probability.
 
     Args:
-      ids: int64 (S,), ascending. Without truncation all V of them, including those of probability zero.
+      ids: int64 (S,), ascending. Without truncation these are all V tokens, including those of probability zero.
       scores: float32 (S,), logits after the temperature.
       weights: float32 (S,), exp(scores - peak).
       peak: the row's largest score.
-      unsure_weight: weight up to which tokens may still be removed; negative if all are sure.
+      unsure_weight: largest weight of tokens that may still be removed; negative if all tokens are sure.
     """
 
     ids: np.ndarray
@@ -89,7 +89,7 @@ class LogitsFilter:
 
     @cached_property
     def has_shortcut(self) -> bool:
-        """True if `support` can be used. It cannot with typical-p, which reorders all tokens."""
+        """True if `support` can be used. Typical-p prevents this, because it reorders all tokens."""
         return self.typical_p == 1.0
 
     def scaled(self, scores: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def exp_weights(scores: np.ndarray, peak: float) -> np.ndarray:
 
 
 def threshold(values: np.ndarray, k: int) -> float:
-    """Return a bound that the k largest of V >= k values reach, and usually few others, in one pass.
+    """Return, in one pass, a bound that the k largest of V >= k values reach, and usually few others.
 
     The values are arranged in columns. The k-th largest of the columns' maxima is at most the k-th largest value, and
     rarely much smaller if there are many more columns than k.
@@ -197,7 +197,7 @@ def threshold(values: np.ndarray, k: int) -> float:
 
 
 def candidates(values: np.ndarray, k: int) -> np.ndarray:
-    """Return ids of the k largest values and of some others: all that reach `threshold`; int64, ascending."""
+    """Return ids of the values that reach `threshold`: the k largest and some others; int64, ascending."""
     found: np.ndarray = (values >= threshold(values, k)).nonzero()[0]
     return found
 
@@ -212,7 +212,7 @@ def top_ids(row: np.ndarray, k: int) -> np.ndarray:
 
 
 def heaviest(weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
-    """Return ids of the largest weights (V,), all down to some weight, whose total is ``mass`` or more if possible."""
+    """Return ids of the largest weights (V,), down to a bound. Their total is ``mass`` or more if possible."""
     for factor in FLOORS:
         ids: np.ndarray = (weights >= (1.0 - top_p) * factor).nonzero()[0]
         if float(np.add.reduce(weights[ids], dtype=np.float64)) >= mass:
@@ -223,8 +223,8 @@ def heaviest(weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
 def nucleus_bounds(weights: np.ndarray, goal: float, slack: float) -> tuple[float, float]:
     """Return bounds of the smallest set whose mass reaches a goal, as in transformers' TopPLogitsWarper.
 
-    A token is removed if the mass of it and all lighter tokens is at most 1 - top_p. So it is kept if the heavier
-    tokens have less than top_p.
+    A token is removed if the mass of it and all lighter tokens is at most 1 - top_p. A token is therefore kept if the
+    heavier tokens have less than top_p.
 
     Args:
       weights: float32 (S,), unnormalised probabilities of the heaviest tokens.
@@ -249,7 +249,8 @@ def nucleus_bounds(weights: np.ndarray, goal: float, slack: float) -> tuple[floa
 
 
 def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
-    """Return the smallest score that transformers' TopPLogitsWarper keeps; None if it removes an equal one.
+    """Return the smallest score that transformers' TopPLogitsWarper keeps; None if it also removes a token with that
+    score.
 
     The steps on the sorted scores are the same: softmax, cumulative sum, comparison, all in float32.
     """

@@ -1,9 +1,10 @@
 """Randomness as a pure function of its key: a counter-based generator of the splitmix64 type.
 
-There are two separate families of streams. The *match* stream, keyed by (seed, absolute position, token id), makes the
-choice of a token independent of batch, draft, tree and device; target and drafter may share it. The *rule* streams,
-keyed by (seed, step, position, purpose, index), are used for draft draws, acceptance tests and residual draws of the
-rejection rules. Position alone is not enough for these rules, because drafts are redrawn after a rejection.
+The noise has two separate families of streams. The *match* stream is keyed by (seed, absolute position, token id). The
+choice of a token is therefore independent of batch, draft, tree and device, and target and drafter may share the
+stream. The *rule* streams, keyed by (seed, step, position, purpose, index), are used for draft draws, acceptance tests
+and residual draws of the rejection rules. Position alone is not enough for these rules, because drafts are redrawn
+after a rejection.
 
 Source: the finaliser of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) over a Weyl sequence; the
 choice by perturbed maximum is the Gumbel-max trick.
@@ -81,7 +82,7 @@ def unit(bits: int) -> float:
 
 
 def stream_key(seed: int, step: int, position: int, purpose: Purpose) -> int:
-    """Return the key of a rule stream. It never equals a key of the match stream, which has another salt."""
+    """Return the key of a rule stream. The key never equals a key of the match stream, which has another salt."""
     key = finalise(seed ^ RULE_SALT)
     for number in (step, position, int(purpose)):
         key = finalise(key + (number + 1) * GOLDEN)
@@ -197,9 +198,9 @@ def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 def noisiest(key: int, least: float, steps: np.ndarray, scratch: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that may have match noise of ``least`` or more.
 
-    It includes all tokens with that much noise, and few others, because it compares only the top 31 bits, which the
-    last step of the hash does not change. It finds the few tokens that can win; `token_gumbel` then decides which of
-    them wins.
+    All tokens with that much noise are included, and few others. Only the top 31 bits are compared, which the last step
+    of the hash does not change. `noisiest` finds the few tokens that can win, and `token_gumbel` decides which of them
+    wins.
 
     Args:
       key: key of the row.
@@ -225,7 +226,7 @@ def least_bits(least: float) -> int:
     """Return a lower bound of the 64 bits that give noise of ``least`` or more; its last 33 bits are zero.
 
     From u > exp(-exp(-least)) =: 1 - c follow bits of at least (1 - c) 2**64. To be safe, c is increased slightly, and
-    the 31 bits are rounded down. So noise of 0 gives 0x5e2d58 << 40 or less, and noise below -4 gives 0.
+    the 31 bits are rounded down. Noise of 0 therefore gives 0x5e2d58 << 40 or less, and noise below -4 gives 0.
     """
     rest = -math.expm1(-math.exp(-least)) * (1.0 + 1e-6) if least > -4.0 else 1.0
     return max(0, math.floor((1.0 - rest) * 2.0**31) - 1) << 33

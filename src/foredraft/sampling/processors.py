@@ -1,8 +1,8 @@
 """The logits processors of one row and their history: they turn raw logits into scores, before any temperature.
 
 Order and meaning follow transformers 5.23 ``generate`` in float32: logit bias, repetition penalty, presence and
-frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors, and
-finally the masks of allowed tokens and of a grammar. Every node sees its own path as prefix: the row's incremental
+frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors. The
+masks of allowed tokens and of a grammar come last. Every node sees its own path as prefix: the row's incremental
 history, followed by the tokens of the path.
 """
 
@@ -37,15 +37,16 @@ class Sampler:
     Args:
       params: parameters of the request, with ``bad_words`` already resolved to ``bad_words_ids``.
       vocab_size: V of the target.
-      eos_token_ids: tokens that end a row. They are impossible before ``min_tokens``, and never count as bad words.
+      eos_token_ids: tokens that end a row. EOS tokens are impossible before ``min_tokens``, and never count as bad
+        words.
       prompt_ids: the prompt, which counts for penalties on repetition.
-      history_ids: the prompt that n-grams, bad words and custom processors see, with its padding; by default
+      history_ids: the prompt that n-grams, bad words and custom processors read, with its padding; by default
         ``prompt_ids``.
       device: device of the logits.
       matching: state of the grammar that the output must match, if there is one.
 
     Attributes:
-      seed: seed of the row. The engine sets it; until then it is the seed of ``params``, or a fresh one.
+      seed: seed of the row. The engine sets the seed. Before that, it is the seed of ``params``, or a random one.
       eos_token_ids: the argument.
       custom_processor_seconds: time spent in ``params.logits_processors``.
       contains_faults: True if an exception of a custom processor only leaves its nodes without a distribution.
@@ -179,8 +180,8 @@ class Sampler:
     def run_custom(self, scores: Tensor, paths: Sequence[Path]) -> Tensor:
         """Run the user's processors on nodes of one depth d: float32 (b, V) and b paths -> float32 (b, V).
 
-        They receive whole prefixes, (b, T + d). If faults are contained, an exception is stored in ``fault``, and the
-        scores of the nodes become NaN.
+        Custom processors receive whole prefixes, (b, T + d). If faults are contained, an exception is stored in
+        ``fault``, and the scores of the nodes become NaN.
         """
         length = len(self._tokens)
         ids = np.empty((len(paths), length + len(paths[0])), dtype=np.int64)
@@ -235,7 +236,7 @@ class Sampler:
 def process(logits: Tensor, samplers: Sequence[Sampler], paths: Sequence[Path]) -> Tensor:
     """Apply all processors: (M, V) of any float dtype -> float32 (M, V), before the temperature.
 
-    The input itself is returned if it is float32 and no processor is active. It is never modified.
+    The input itself is returned if it is float32 and no processor is active. The input is never modified.
     """
     return processed(logits, samplers, paths).float()
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("foredraft.serve")
 THROUGHPUT_SECONDS = 10.0
 """Seconds between two lines of throughput."""
 QUIET_PATHS = ("/health", "/ping", "/metrics", "/")
-"""Paths that monitors and the web page ask for all the time; they get no line."""
+"""Paths that monitors and the web page request again and again. They get no log line."""
 
 _KEY = "foredraft.access"
 
@@ -46,12 +46,12 @@ def note_request(scope: Scope, queued: QueuedRequest) -> None:
 
 
 class AccessLog:
-    """Logs requests, and counts those that are open.
+    """Logs requests, and counts open requests.
 
     Attributes:
       num_open: requests that have not been answered completely.
-      is_ready: True once the model is loaded. Before, answers with status 503 get no line, since whoever waits for the
-        server asks again and again.
+      is_ready: True once the model is loaded. Before that, answers with status 503 get no line, because clients that
+        wait for the server repeat their requests.
     """
 
     def __init__(self, *, is_shown: bool) -> None:
@@ -89,7 +89,7 @@ class AccessLog:
         """Log the tokens per second of the last seconds, as long as there are any.
 
         Args:
-          num_tokens: returns the number of tokens generated so far.
+          num_tokens: function that returns the number of generated tokens.
         """
         before = num_tokens()
         while self._is_shown:

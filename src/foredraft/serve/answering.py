@@ -269,8 +269,8 @@ class EventStream(Response):
 
 
 def joined(first: StreamOutput, second: StreamOutput) -> StreamOutput:
-    """Merge two consecutive deltas of one row. The result contains no draft tree. Text that arrived without a token is
-    attached to the token before it."""
+    """Merge two consecutive deltas of one row. The result contains no draft tree. Text that arrived without a token
+    belongs to the token before it."""
     texts, later = first.texts, second.texts
     if not second.token_ids and texts:
         texts = (*texts[:-1], texts[-1] + second.text)
@@ -293,7 +293,7 @@ DETAILED = ("by_drafter", "num_proposed_tokens", "num_cut_tokens", "num_undrafte
 
 
 def usage_of(queued: QueuedRequest) -> dict[str, Any]:
-    """Token counts of a request so far. Each prompt is counted once, however many samples it has.
+    """Current token counts of a request. Each prompt is counted once, however many samples it has.
 
     Accepted tokens of a prediction count as completion tokens, because plain decoding generates them too.
     """
@@ -347,8 +347,8 @@ def counts_of(queued: QueuedRequest, detail: str) -> dict[str, Any]:
 
 
 def verdict_of(outputs: Sequence[RequestOutput], plain: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return the field ``verify``: whether the output equals that of plain decoding token by token, and the first
-    difference of each row that does not."""
+    """Return the field ``verify``: whether the output equals plain decoding token by token, and the first difference of
+    each row that differs."""
     differences = []
     pairs = [
         pair

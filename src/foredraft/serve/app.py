@@ -49,8 +49,8 @@ logger = logging.getLogger("foredraft.serve")
 BODY_SECONDS = 60.0
 """Time limit for receiving a request body."""
 SMALL_BYTES = 64 * 2**10
-"""Largest request body that is tokenized in a few milliseconds. Larger bodies share a thread of their own, so that they
-do not delay small ones."""
+"""Largest request body that is tokenized in a few milliseconds. Larger bodies share a separate thread, so that they do
+not delay small ones."""
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints that generate text."""
@@ -94,8 +94,8 @@ class Application:
         """Return the ASGI application with its access checks.
 
         Args:
-          loopback: host name or address that the server listens on, if it is a loopback address; empty otherwise, and
-            where it is unknown, as behind Ray's proxies.
+          loopback: host name or address that the server listens on, if it is a loopback address. Empty for other
+            addresses, and if the address is unknown, as behind Ray's proxies.
         """
         app = FastAPI(title="foredraft", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
         for kind in (ApiError, ForedraftError, HTTPException, ClientDisconnect, Exception):

@@ -90,8 +90,13 @@ class Bridge:
         return self.is_ready and self._thread.is_alive()
 
     @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._open)
+
+    @property
     def seconds_in_step(self) -> float:
-        """Duration of the current step so far, in seconds; 0 between steps."""
+        """Duration of the current step, in seconds; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else perf_counter() - began
 

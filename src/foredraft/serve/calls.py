@@ -32,12 +32,12 @@ class CallReader:
 
     Args:
       is_single: whether only the first call is returned, as in vLLM.
-      is_forced: whether a grammar forces calls, so that the output has no text; the name of a call is returned first,
-        then its arguments as they arrive.
+      is_forced: whether a grammar forces calls, so that the output has no text. The name of a call is then returned
+        first, and its arguments as they arrive.
       is_named: whether the request names the tool; the finish reason is then "stop", as in the OpenAI API.
 
     Attributes:
-      num_calls: number of calls found so far.
+      num_calls: number of calls that were found.
     """
 
     def __init__(self, *, is_single: bool = False, is_forced: bool = False, is_named: bool = False) -> None:

@@ -41,7 +41,7 @@ KNOWN = SHARED | {
 }
 CHAT_REFUSED = {**REFUSED, "modalities": UnsupportedOption("answers are text")}
 TEXT_ONLY = ("modalities", ["text"])
-"""Field and value that request text output, which is the only output there is."""
+"""Field and value that request text output. The server has no other output."""
 TEMPLATE_FIELDS: dict[str, Callable[[Fields, str], Any]] = {
     "reasoning_effort": Fields.text,
     "documents": Fields.objects,
@@ -78,7 +78,7 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
 def read_conversation(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, Tools]:
     """Parse the body of a request that has messages.
 
-    It renders and tokenizes the prompt, which is slow, so it must not be called in the event loop.
+    Parsing renders and tokenizes the prompt, which is slow, so it must not be called in the event loop.
 
     Returns: the request and its tools.
     Raises: ApiError, PromptError.

@@ -29,7 +29,8 @@ COMPLETION_REFUSED = {
 def read_completion(
     body: dict[str, Any], served: Served, settings: ServerSettings
 ) -> tuple[ParsedRequest, CompletionForm]:
-    """Parse the body of a request. It tokenizes the prompts, which is slow, so it must not be called in the event loop.
+    """Parse the body of a request. Parsing tokenizes the prompts, which is slow, so it must not be called in the event
+    loop.
 
     Returns: the request and the format of its response.
     Raises: ApiError, PromptError.
@@ -78,7 +79,7 @@ class CompletionForm(ChoicesForm):
     """Response format of ``/v1/completions``.
 
     Args:
-      echo: whether every completion begins with its prompt, and its log-probabilities with those of the prompt.
+      echo: whether every completion begins with its prompt, and its log-probabilities begin with those of the prompt.
       of_prompt: number of top log-probabilities per prompt token in the field ``prompt_logprobs``; None to leave the
         field out.
     """

@@ -1,4 +1,4 @@
-"""Errors in the format of the OpenAI API. They contain no tracebacks, paths or keys."""
+"""Errors in the format of the OpenAI API. Error responses contain no tracebacks, paths or keys."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from foredraft.errors import (
 
 RETRY_SECONDS = 1
 MODEL_CHANGED = "model_changed"
-"""Error code of a request that was parsed for a model that has since been replaced; the server parses it again and
-retries."""
+"""Error code of a request that was parsed for a model that has been replaced meanwhile. The server parses the request
+again and retries."""
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -29,15 +29,19 @@ class FairQueue:
     """Queue that grants turns to requests, first to the client that has received the least service.
 
     Service is counted in tokens, and output tokens count twice. The counter of a client that becomes active is raised
-    to the lowest counter of the waiting clients, or to that of the last granted client, so that no client accumulates
-    credit while idle. Source: virtual token counter, Sheng, Cao, Li, Zhu, Li, Zhuo, Gonzalez, Stoica 2024, arXiv
-    2401.00588, algorithm 2. Requests of the same client keep their order.
+    to the lowest counter of the waiting clients, or to the counter of the client that was last served. No client
+    therefore accumulates credit while idle. Source: virtual token counter, Sheng, Cao, Li, Zhu, Li, Zhuo, Gonzalez,
+    Stoica 2024, arXiv 2401.00588, algorithm 2. Requests of the same client keep their order.
 
     The number of requests that were granted a turn but have not begun is limited to ``num_rows`` or half the number of
     running requests, whichever is larger. Beyond this queue, requests wait in the order in which they were granted.
 
     Args:
       num_rows: number of requests that one replica runs at once.
+
+    Attributes:
+      num_gone: number of requests that were granted a turn and have not begun.
+      num_running: number of requests that have begun and not ended.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -45,7 +49,12 @@ class FairQueue:
         self._waiting: dict[str, deque[Turn]] = {}
         self._served: dict[str, float] = {}
         self._least = 0.0
-        self._num_gone = self._num_running = 0
+        self.num_gone = self.num_running = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that were granted no turn so far."""
+        return sum(map(len, self._waiting.values()))
 
     @contextmanager
     def entered(self, client: str) -> Iterator[Turn]:
@@ -67,7 +76,7 @@ class FairQueue:
         """Mark the request as running."""
         if turn.has_gone and not turn.has_begun:
             turn.has_begun = True
-            self._num_gone, self._num_running = self._num_gone - 1, self._num_running + 1
+            self.num_gone, self.num_running = self.num_gone - 1, self.num_running + 1
             self._let_go()
 
     def _join(self, turn: Turn) -> None:
@@ -86,9 +95,9 @@ class FairQueue:
 
     def _leave(self, turn: Turn) -> None:
         if turn.has_begun:
-            self._num_running -= 1
+            self.num_running -= 1
         elif turn.has_gone:
-            self._num_gone -= 1
+            self.num_gone -= 1
         elif (queue := self._waiting.get(turn.client)) is not None:
             queue.remove(turn)
             if not queue:
@@ -96,13 +105,13 @@ class FairQueue:
 
     def _let_go(self) -> None:
         """Grant turns until a limit is reached."""
-        while self._waiting and self._num_gone < max(self._num_rows, self._num_running // 2):
+        while self._waiting and self.num_gone < max(self._num_rows, self.num_running // 2):
             client = min(self._waiting, key=self._served.__getitem__)
             self._least = self._served[client]
             turn = self._waiting[client].popleft()
             if not self._waiting[client]:
                 del self._waiting[client]
             turn.has_gone = True
-            self._num_gone += 1
+            self.num_gone += 1
             if not turn.granted.done():
                 turn.granted.set_result(None)

@@ -37,7 +37,7 @@ class ResponseFormat(ABC):
 
         Args:
           news: output of the steps.
-          usage: function that returns the token counts so far.
+          usage: function that returns the current token counts.
         """
 
     @abstractmethod

@@ -109,8 +109,8 @@ def with_api_keys(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
 def with_local_hosts(app: ASGIApp, host: str) -> ASGIApp:
     """Refuse requests to a loopback address that name another host.
 
-    A web page can have its own host name resolved to 127.0.0.1 (DNS rebinding). The browser then lets the page read the
-    responses of this server, because the origin stays the same, but it sends the page's name in the header Host.
+    A web page can have its own host name resolved to 127.0.0.1 (DNS rebinding). The origin stays the same, so the
+    browser lets the page read the responses of this server. But the header Host then contains the page's name.
 
     Args:
       host: host name or address that the server listens on; it resolves to a loopback address.

@@ -98,7 +98,7 @@ class Metrics(Collector):
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families, and those that vLLM has a second time under its prefix."""
+        """Yield all families. Families that vLLM has as well are yielded a second time under vLLM's prefix."""
         families = [*self.registry.collect(), *self._engines()]
         yield from families
         for family in families:

@@ -42,12 +42,12 @@ class ParsedRequest:
       names_ids: whether log-probabilities name tokens by their ids.
       returns_drafts: whether chunks contain the drafter of each token and the rejected tokens.
       detail: detail of the speculation counts: "none", "summary" or "detailed".
-      verifies: whether the output is compared with that of plain decoding.
+      verifies: whether the output is compared with plain decoding.
       timeout: time limit in seconds.
       truncate_prompt_tokens: number of tokens that longer prompts are cut to; -1 to leave room for ``max_tokens``; None
         to refuse prompts that are too long.
       truncation_side: "left" to keep the last tokens, "right" to keep the first.
-      cache_salt: salt of the prefix cache, which only requests with the same salt share; None for no salt.
+      cache_salt: salt of the prefix cache; only requests with the same salt share prefixes. None for no salt.
       request_id: id from the client, or a random one. The id of the response ends with it.
       unknown: names of ignored fields.
     """

@@ -79,8 +79,8 @@ ITEMS = "'message', 'function_call' or 'function_call_output'"
 
 
 def read_response(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[ParsedRequest, ResponseForm]:
-    """Parse the body of a request. It renders and tokenizes the prompt, which is slow, so it must not be called in the
-    event loop.
+    """Parse the body of a request. Parsing renders and tokenizes the prompt, which is slow, so it must not be called in
+    the event loop.
 
     Returns: the request and the format of its response.
     Raises: ApiError, PromptError.

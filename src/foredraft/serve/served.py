@@ -113,7 +113,8 @@ class Served:
         return None if each is None or limit is None else each * limit
 
     def choose(self, model: str, speculative: Any) -> tuple[LLM, int | None]:
-        """Return the `LLM` for a request and its limit on draft tokens; the limit is None for that of the `LLM`.
+        """Return the `LLM` for a request and its limit on draft tokens. If the limit is None, that of the `LLM` is
+        used.
 
         Args:
           model: served name; empty for the default.
@@ -152,7 +153,7 @@ class Served:
     def fingerprint(self) -> str:
         """Hash of everything that may change bits of the output.
 
-        It covers the weights, model config, exactness, execution, CPU type and library versions.
+        The fingerprint covers the weights, model config, exactness, execution, CPU type and library versions.
         """
         llm, target = self.llm, self.llm.target
         facts = [
@@ -178,7 +179,7 @@ class Served:
         """Hash of the weights, their shapes, dtypes and quantization. Only a replica with the same hash may continue a
         request."""
         target = self.llm.target
-        digest = hashlib.sha256(f"{target.quantization}{target.kv_dtype or ''}".encode())
+        digest = hashlib.sha256(f"{target.quantization}{target.kv_dtype or ''}{target.activations or ''}".encode())
         for name, weight in target.shadow.named_parameters():
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
         for name, sums in weight_sums(target.shadow):
@@ -213,7 +214,7 @@ NO_LIMIT = "none"
 def with_kv_limit(options: Mapping[str, Any], num_engines: int) -> dict[str, Any]:
     """Return the arguments of `LLM` with a limit for keys and values, unless the caller has set one.
 
-    There is no default limit on a device that does not report its free memory.
+    On a device that does not report its free memory, there is no default limit.
 
     Args:
       options: arguments of `LLM`; the value "none" of ``max_kv_bytes`` means no limit.

@@ -237,7 +237,7 @@ class TimedHeads(H11Protocol):
     """HTTP protocol that closes connections whose request headers do not arrive in time. uvicorn itself has no such
     limit.
 
-    Request bodies and responses have limits of their own.
+    Request bodies and responses have separate limits.
     """
 
     _timer: asyncio.TimerHandle | None = None

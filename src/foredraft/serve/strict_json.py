@@ -108,7 +108,7 @@ class JsonEnd:
 
     Attributes:
       depth: number of open brackets.
-      has_failed: whether the text so far cannot be the start of a JSON object or list.
+      has_failed: whether the text cannot be the start of a JSON object or list.
     """
 
     def __init__(self) -> None:

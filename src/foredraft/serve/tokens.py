@@ -92,8 +92,8 @@ class TokenNames:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """Byte of each character in byte-level vocabularies: printable bytes stand for themselves, the others are written
-    from U+0100 on."""
+    """Byte of each character in byte-level vocabularies. Printable bytes are their own characters; the others are
+    written from U+0100 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

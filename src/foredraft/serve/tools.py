@@ -119,8 +119,8 @@ def _prepared(function: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]
 def read_tools(given: Fields, parser: str | None, template: str, tokenizer: Any) -> Tools:
     """Parse the tools of a request.
 
-    If the model may choose whether to call a tool and grammars do not support the call format of the template,
-    ``strict`` is added to the ignored fields.
+    ``strict`` is added to the ignored fields if the model may choose whether to call a tool and grammars do not support
+    the call format of the template.
 
     Raises: ApiError if the tools cannot be offered, or a required call cannot be forced.
     """
@@ -211,7 +211,8 @@ def _check_size(tools: Tools) -> None:
 
 
 def refuse_custom(tool: Any, where: str) -> None:
-    """Refuse a custom tool. Its input is not JSON, but the input of every call in Hermes format is.
+    """Refuse a custom tool. A custom tool has input that is not JSON, but the input of every call in Hermes format is
+    JSON.
 
     Raises: ApiError.
     """

@@ -28,7 +28,7 @@ class Vocabulary:
 
     Args:
       tokenizer: llguidance's tokenizer for the model's vocabulary.
-      eos_token_ids: tokens that end an output; they are never part of forced text.
+      eos_token_ids: tokens that end an output. They are never part of forced text.
     """
 
     def __init__(self, tokenizer: LLTokenizer, eos_token_ids: Sequence[int]) -> None:
@@ -57,7 +57,8 @@ class Vocabulary:
         return [len(self._bytes[token]) for token in tokens]
 
     def forced_byte(self, mask: bytes) -> tuple[int, int] | None:
-        """Return the first byte common to all tokens of a mask and the length of the longest; None if they differ."""
+        """Return the first byte that all tokens of a mask share, and the length of the longest token; None if they
+        differ."""
         words = np.frombuffer(mask, dtype=np.uint32)
         held = np.flatnonzero(words)
         if not len(held):
@@ -72,7 +73,7 @@ class Vocabulary:
         return byte, int(self._length[held][is_set].max())
 
     def _tokens(self, last: int | None, text: bytes) -> tuple[int, ...]:
-        """Tokenize a text after a token. Both are tokenized together if the result keeps that token."""
+        """Tokenize a text after a token. Both texts are tokenized together if the result keeps that token."""
         before = b"" if last is None else self._bytes[last]
         tokens = self.tokenizer.tokenize_bytes(before + text)
         if before:
@@ -85,7 +86,7 @@ class Run:
     """Forced text after a place.
 
     Attributes:
-      text: bytes of the forced text computed so far.
+      text: bytes of the forced text that have been computed.
       longest: at each byte of ``text``, the length of the longest token that can start there, in bytes.
       matcher: matcher at the end of ``text``.
       mask: mask at the end of ``text``, if it was computed.
@@ -99,7 +100,8 @@ class Run:
     is_closed: bool = False
 
     def after(self, text: bytes) -> Run | None:
-        """Return the run after its first bytes ``text``; None if it begins differently or is not known so far."""
+        """Return the run after its first bytes ``text``; None if it begins differently, or if so much is not computed
+        yet."""
         if not self.text.startswith(text):
             return None
         return Run(self.text[len(text) :], self.longest[len(text) :], self.matcher, self.mask, self.is_closed)
@@ -145,7 +147,8 @@ def _window(longest: Sequence[int]) -> int:
 
 
 class Place:
-    """The state after an output, or after a path of a draft behind it: its matcher, and the forced text known so far.
+    """The state after an output, or after a path of a draft that follows the output. It contains the matcher and the
+    computed part of the forced text.
 
     Every place has its own matcher, a copy of an earlier one advanced by some tokens. A matcher is never rolled back,
     because after a rollback llguidance 1.9 returns masks of the abandoned path (`ParserState::rollback` keeps its
@@ -191,9 +194,9 @@ class Place:
         return self._mask
 
     def forced(self) -> tuple[int, ...]:
-        """Return the tokens of the forced text computed so far. The first of them is the only allowed token.
+        """Return the tokens of the computed part of the forced text. The first of them is the only allowed token.
 
-        They depend only on the text so far and its last token, drafted or not.
+        Forced tokens depend only on the text before them and its last token, whether drafted or not.
         """
         if self._forced is None:
             self._forced = self._new_forced()

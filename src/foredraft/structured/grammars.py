@@ -60,8 +60,8 @@ _ENDLESS = re.compile(r"-\d{19}(?![\d.eE])")
 class Grammars:
     """Compiles grammars and makes matchers for the rows of one model.
 
-    Source: llguidance (github.com/guidance-ai/llguidance). Its limits bound the work of compiling and of every mask,
-    whatever the grammar.
+    Source: llguidance (github.com/guidance-ai/llguidance). Limits of llguidance bound the work of compiling and of
+      every mask, whatever the grammar.
 
     Args:
       tokenizer: tokenizer of the model; None if it has none.

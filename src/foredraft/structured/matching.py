@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Compiled:
-    """A compiled grammar. Its matchers share an automaton, and every mask may add states to it.
+    """A compiled grammar. The matchers of a grammar share an automaton, and every mask may add states to it.
 
     When the automaton reaches its limit of states (``is_full``), none of its matchers works any more, whichever row
     added the states.
@@ -40,7 +40,7 @@ class Compiled:
 
 
 MOST_GUESSES = 4
-"""Maximum number of choices in one draft whose outcome is guessed."""
+"""Maximum number of choices in one draft with a guessed outcome."""
 NUM_BEFORE = 2
 """Number of tokens before a choice that, together with the allowed tokens, identify it."""
 FULL = "too many states"
@@ -53,7 +53,7 @@ class Matching:
     """Allowed and forced tokens after the committed output of a row, and after paths of its drafts.
 
     Every path has its own place, and the place of the accepted path becomes the place of the output. EOS is not a token
-    of the grammar. It may come where the grammar may end, and only EOS may follow it.
+    of the grammar. EOS may come where the grammar may end, and only EOS may follow it.
 
     If a shared automaton reaches its limit, the row continues with its own automaton, so that requests of others do not
     end an output.
@@ -152,7 +152,7 @@ class Matching:
         return bits
 
     def legal(self, tree: DraftTree) -> DraftTree:
-        """Return a draft without the nodes that do not match, and without the descendants of EOS."""
+        """Return a draft without the nodes that do not match and without the descendants of EOS."""
         if len(tree) == 1 or self.fault is not None:
             return tree
         kept, open_nodes = [0], [0]
@@ -177,7 +177,7 @@ class Matching:
         """Return the tokens that certainly follow the output, EOS included, up to the first choice.
 
         Args:
-          most: maximum number of tokens. It also limits the work, however long the forced text is.
+          most: maximum number of tokens. ``most`` also limits the work, however long the forced text is.
         """
         return () if self.fault is not None else self._forced_after((), most)
 
@@ -254,7 +254,7 @@ class Matching:
         """Return whether the error of the matcher after a path is final.
 
         After the output itself, it is a fault of the row. In a draft it is not, because the path may never be chosen.
-        Its logits are ignored then, and the mask is computed again once the path is committed.
+        The logits of a failed node are ignored then, and the mask is computed again once the path is committed.
         """
         if not path:
             error = _gave_up(place.matcher)
@@ -264,7 +264,7 @@ class Matching:
         return True
 
     def _goes_on_alone(self) -> bool:
-        """Switch to a newly compiled automaton, unless the row has one already; return whether this works."""
+        """Switch to a newly compiled automaton, unless the row has its own already. Return whether this works."""
         if self._is_alone:
             return False
         try:

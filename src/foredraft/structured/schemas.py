@@ -21,7 +21,7 @@ MOST_SCHEMAS = 20_000
 MOST_OPTIONAL = 500
 """Maximum number of consecutive optional properties of one object, a limit of llguidance."""
 MOST_LETTERS = 2_000
-"""Maximum number of characters of string constants whose complement is written as one pattern."""
+"""Maximum number of characters of string constants for which the complement is written as one pattern."""
 MOST_ONE_OF = 8
 """Maximum number of schemas of a `oneOf` that are rewritten so that each excludes the others."""
 NUM_PLACES, MOST_CONTAINED = 4, 2
@@ -208,7 +208,7 @@ class Rewriter:
     def _containing(self, schema: dict[str, Any]) -> Iterable[Schema]:
         """Rewrite `contains` so that one of the first items matches.
 
-        This is stricter, since a mask cannot foresee the end of an array.
+        The rewritten schema is stricter, because a mask cannot foresee the end of an array.
         """
         least, most = schema.get("minContains", 1), schema.get("maxContains")
         if "contains" not in schema or "unevaluatedItems" in schema or least not in range(MOST_CONTAINED + 1):
@@ -228,7 +228,8 @@ class Rewriter:
         yield {"anyOf": options}
 
     def _close(self, schema: dict[str, Any]) -> None:
-        """Rewrite `unevaluatedProperties` as `additionalProperties`, and `unevaluatedItems` as `items`, if equal."""
+        """Rewrite `unevaluatedProperties` as `additionalProperties`, and `unevaluatedItems` as `items`, if that is
+        equivalent."""
         for key, own, named in (
             ("unevaluatedProperties", "additionalProperties", ("properties", "patternProperties")),
             ("unevaluatedItems", "items", ("prefixItems",)),
@@ -247,7 +248,8 @@ class Rewriter:
                     schema[own] = unevaluated
 
     def _evaluated(self, schema: dict[str, Any], own: str, named: tuple[str, ...]) -> Any:
-        """Return the names in a schema and in those that always apply with it, unconstrained; `ALL` for all names.
+        """Return the names in a schema and in the schemas that always apply with it, unconstrained; `ALL` for all
+        names.
 
         None if the names depend on the text.
         """

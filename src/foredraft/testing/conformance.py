@@ -47,7 +47,7 @@ class Shown:
     Attributes:
       name: name of the drafter.
       num_runs, num_rows: numbers of runs and rows that were decoded with the drafter and compared with plain decoding.
-      num_governed_rows: number of these rows whose drafts were deepened and cut by a governor.
+      num_governed_rows: number of these rows in which a governor deepened and cut the drafts.
       num_chains, num_trees: numbers of proposed chains and trees, without empty drafts.
       deepest: number of tokens on the longest path of any draft.
       num_drafted, num_accepted: number of drafted tokens, and number of those that the target accepted.
@@ -93,7 +93,7 @@ class Shown:
 class _Watched(WrappingDrafter):
     """A wrapper that forwards every call to a drafter and checks the contract between engine and drafter.
 
-    Its state of a row is the last prompt chunk.
+    The state of a row is the last chunk of its prompt.
 
     Args:
       drafter: the drafter under test.
@@ -222,7 +222,7 @@ a drafter."""
 MOST_ROWS = 1 << 20
 
 _OPAQUE = (torch.nn.Module, CausalLM, type, FunctionType, ModuleType)
-"""Types whose contents are not searched for state of rows."""
+"""Types whose contents are not searched for row state."""
 
 
 def check_no_state(drafter: Drafter) -> None:
@@ -297,7 +297,8 @@ def check_cache_lengths(engine: Engine) -> None:
 def ungoverned() -> Iterator[None]:
     """Make engines created inside the context draft and verify as much as their configs allow.
 
-    This is for tests, which need drafts even where drafting is slow. Users set ``length_policy="fixed"`` instead.
+    The function is for tests, which need drafts even where drafting is slow. Users set ``length_policy="fixed"``
+    instead.
     """
     with patch.object(governing, "new_governor", _no_governor):
         yield
@@ -318,7 +319,7 @@ _NEW_GOVERNOR = governing.new_governor
 
 
 MakeDrafter = Callable[[int], Drafter]
-"""Function that builds a fresh drafter whose drafts are at most this deep."""
+"""Function that builds a new drafter whose drafts have at most this depth."""
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1), (5, 5, 5, 5, 5, 5, 5, 5, 5))
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
@@ -331,11 +332,11 @@ def check_drafter(
 ) -> Shown:
     """Check every property that a drafter and the engine around it must have, on one target, and print the evidence.
 
-    The output must equal that of plain decoding, greedy and sampled, at every depth, for single rows and in a ragged
-    batch whose rows come and go. Further cases are EOS and token limit at every offset inside a draft, empty drafts, an
-    aborted request, several samples of one prompt, several runs of one drafter, and drafts that a governor deepens and
-    cuts. After every step the cache must end right before the pending token, and the step must have made one target
-    forward. At the end no drafter may contain any state of a row.
+    The output must equal that of plain decoding, greedy and sampled, at every depth. All of this is checked for single
+    rows, and in a ragged batch in which rows start and end. Further cases are EOS and token limit at every offset
+    inside a draft, empty drafts, an aborted request, several samples of one prompt, several runs of one drafter, and
+    drafts that a governor deepens and cuts. After every step the cache must end right before the pending token, and the
+    step must have made one target forward. At the end no drafter may contain any state of a row.
 
     Args:
       make_drafter: function that returns a fresh drafter for a depth.

@@ -21,8 +21,8 @@ NEAR_TIES: Mapping[torch.dtype, float] = {
     torch.float16: 0.1,
     torch.bfloat16: 0.5,
 }
-"""Largest gap between two tokens that rounding can exchange. Logits reach 20, where neighbours in bfloat16 are 0.125
-apart, and every layer rounds."""
+"""Largest gap between two tokens that rounding can exchange. Logits reach 20, where neighbouring values in bfloat16 are
+0.125 apart, and every layer rounds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def divergences(
     """Return the first difference of every row between two traces of the same requests.
 
     Args:
-      target: the model whose distribution measures the gaps, by one forward over the common prefix.
+      target: the model whose distribution measures the gaps, with one forward pass over the common prefix.
     """
     found = []
     for row, want in plain.outputs.items():

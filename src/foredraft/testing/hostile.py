@@ -1,8 +1,8 @@
 """A simulation of stock kernels at their worst: the last bits of every result depend on the shape of the call.
 
-A kernel of torch or oneDNN chooses the order of its sums by the size of its input, so a row can have other bits when it
-is computed together with other rows. Which shapes are affected differs from one CPU and one version to the next.
-`hostile_kernels` makes it happen for all shapes.
+A kernel of torch or oneDNN chooses the order of its sums by the size of its input. A row can therefore have other bits
+when it is computed together with other rows. Which shapes are affected differs from one CPU and one version to the
+next. `hostile_kernels` makes it happen for all shapes.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 def hostile_kernels(*kinds: str, vocab_size: int | None = None) -> Iterator[None]:
     """Make stock kernels round by the shape of their call: results inside the context differ by one or two ulps.
 
-    It is for people who port foredraft to a CPU or an accelerator, change how steps are executed, or write a drafter,
-    and need to see whether exactness depends on the rounding of stock kernels. A quarter of the numbers of every result
-    is changed by one or two units in the last place. The numbers and directions depend only on the sizes of the call,
-    the number of threads and the alignment of its tensors in memory. So the same call always gives the same bits, and
-    the same row in another call gives others.
+    The context is for people who port foredraft to a CPU or an accelerator, change how steps are executed, or write a
+    drafter. It shows whether exactness depends on the rounding of stock kernels. A quarter of the numbers of every
+    result is changed by one or two units in the last place. The numbers and directions depend only on the sizes of the
+    call, the number of threads and the alignment of its tensors in memory. The same call therefore always gives the
+    same bits, and the same row in another call gives others.
 
     Load the model inside the context, because models are tested when they are loaded. The patches apply to the whole
     process with all its threads, and are removed at the end.
 
     These checks pass inside the context: checks up to rounding, the test of a model when it is loaded, and equality of
-    output and log-probabilities for any draft if the model's guarantee is bitwise. These do not pass: bitwise
-    comparisons of two forward passes of different shapes that run through torch or oneDNN, eagerly or compiled. If the
+    output and log-probabilities for any draft if the model's guarantee is bitwise. Bitwise comparisons of two forward
+    passes of different shapes do not pass if the passes run through torch or oneDNN, eagerly or compiled. If the
     model's guarantee is up to rounding, its output may differ from plain decoding where two tokens are nearly tied; see
     `divergences`.
 
@@ -140,7 +140,8 @@ class _Perturbing:
 
 
 def _alignment(tensor: torch.Tensor) -> int:
-    """Return the offset of a tensor in a line of memory; 0 if it is unknown, as for weights packed by oneDNN."""
+    """Return the offset of a tensor's memory from an aligned address; 0 if it is unknown, as for weights packed by
+    oneDNN."""
     is_dense = type(tensor) in PLAIN and tensor.layout == torch.strided
     return tensor.data_ptr() % LINE if is_dense else 0
 
@@ -171,8 +172,8 @@ def seams(
 
     Args:
       attention: function that returns the replacement of `scaled_dot_product_attention`.
-      product: function that returns the replacement of a product. Its second argument is the index of the first of the
-        two factors among the product's arguments.
+      product: function that returns the replacement of a product. The second argument of the function is the index of
+        the first of the two factors among the product's arguments.
     """
     linear, attend = F.linear, F.scaled_dot_product_attention
     stock: dict[Kernel, Kernel] = {linear: product(linear, 0), attend: attention(attend)}
@@ -195,5 +196,5 @@ def seams(
 
 
 def _found(stock: dict[Kernel, Kernel], value: Any) -> Kernel | None:
-    """Return the replacement of a function, found by identity."""
+    """Return the replacement of a function. The function is found by identity."""
     return next((kernel for known, kernel in stock.items() if known is value), None)

@@ -1,11 +1,12 @@
 """Enlargement of a trained small model to a bigger one that computes the same function.
 
 An inflated model gives the output, and so the acceptance rate, of the small model at the forward cost of the bigger
-size. Results measured with an inflated model must say so; `inflated_from` returns the original shape.
+size. Results measured with an inflated model must be labelled as such; `inflated_from` returns the original shape.
 
 How the function stays the same (h and H: old and new hidden size; eps and w of an RMSNorm; x the residual stream):
 
-- Every weight is the old one, followed by zeros in each dimension. So new channels of the residual stream stay zero.
+- Every weight is the old one, followed by zeros in each dimension. New channels of the residual stream therefore stay
+  zero.
 - The mean of x^2 over H entries is h/H times the old mean. So ``eps' = eps h/H`` and ``w' = w sqrt(h/H)`` give the old
   result: x / sqrt(h/H (mean + eps)) * w sqrt(h/H).
 - Heads keep their size, because the rotary embedding depends on it, and the number of query heads per key head. New
@@ -51,12 +52,13 @@ def inflate(
     pages would all be one page, and reads of that page would come from the CPU cache.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 causal LM. It is not changed.
-        hidden_size: new width H >= the old one; a multiple of the width of one key head and its query heads.
+        model: a Llama, Mistral, Qwen2 or Qwen3 causal LM. The given model is not changed.
+        hidden_size: new width H, at least the old one, and a multiple of the width of one key head with its query
+          heads.
         intermediate_size: new MLP width >= the old one.
         num_layers: new depth >= the old one; the added layers do nothing.
         vocab_size: new vocabulary >= the old one. The added tokens have a logit below about -500 and so probability
-          zero. It requires ``hidden_size`` above the old one, for a spare channel. Embeddings are untied.
+          zero. Widening requires ``hidden_size`` above the old one, for a spare channel. Embeddings are untied.
 
     Returns:
         The new model in evaluation mode; `inflated_from` returns its original shape.
@@ -66,14 +68,14 @@ def inflate(
         ConfigError: a size below the old one, or a width that gives no whole number of key heads.
 
     Exactness: equal up to the rounding of the dtype. Ratios H/h of 4 and 16 scale every intermediate value by an exact
-    power of two; other ratios round the norm weights once. Qwen3's head norms keep their epsilon in memory, but not
+      power of two. Other ratios round the norm weights once. Qwen3's head norms keep their epsilon in memory, but not
     through ``save_pretrained``, where one config entry serves all norms (a change near 1e-6).
     """
     if type(model) not in _SUPPORTED:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED)
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be inflated: foredraft does not know how its output depends on its width. "
-            f"Use {known}."
+            f"a model of type {model.config.model_type} cannot be inflated: foredraft does not know how its output "
+            f"depends on its width. Use {known}."
         )
     config = _bigger_config(model.config, hidden_size, intermediate_size, num_layers, vocab_size)
     spare = _spare_channel(model.config, config)
@@ -181,10 +183,11 @@ def _spare_channel(old: Any, config: Any) -> float | None:
     """Return the constant in the last channel of the residual stream if the vocabulary is padded; None otherwise.
 
     An added token must have a very low logit. A zero output row gives the logit 0, which often beats real tokens, and
-    no direction of the stream has a reliable sign. So every embedding contains a constant c in one spare channel that
-    no layer reads or writes. It adds c^2/H to the mean in every norm, and ``eps'`` is lowered by as much, so the norms
-    do not change. After the last norm the added rows multiply the channel by a large negative number, and the real rows
-    by zero. c is a power of two (exact in bfloat16) with c^2 <= eps h / 2, such as 2^-5 for eps 1e-5 at width 256.
+    no direction of the stream has a reliable sign. Every embedding therefore contains a constant c in one spare channel
+    that no layer reads or writes. The constant adds c^2/H to the mean in every norm. ``eps'`` is lowered by as much, so
+    the norms do not change. After the last norm the added rows multiply the channel by a large negative number, and the
+    real rows by zero. c is a power of two (exact in bfloat16) with c^2 <= eps h / 2, such as 2^-5 for eps 1e-5 at width
+    256.
     """
     if config.vocab_size == old.vocab_size:
         return None

@@ -103,7 +103,7 @@ class PerfectDrafter(Drafter):
     """A drafter that proposes the tokens of plain decoding, so that every draft is accepted to its end.
 
     Args:
-      texts: prompt and output of plain decoding, one per row; a row finds its text by its tokens so far.
+      texts: prompt and output of plain decoding, one per row. A row finds its text by its present tokens.
       num_speculative_tokens: depth of the draft.
       num_branches: number of branches; with 2 or more, wrong siblings come before every right node.
     """
@@ -134,7 +134,7 @@ class PerfectDrafter(Drafter):
 
 
 class WrongDrafter(PerfectDrafter):
-    """A drafter that proposes a token other than that of plain decoding at every node."""
+    """A drafter that proposes a wrong token at every node: never the token of plain decoding."""
 
     facts = DrafterFacts("wrong")
 

@@ -31,7 +31,7 @@ def answered(
 
     Args:
       asked: prompts, with or without an answer.
-      file: JSON lines with the answers so far.
+      file: JSON lines with the answers that are complete.
       report: function that is called with the number of generated answers and the number of all missing ones.
 
     Randomness: keyed by ``plan.seed`` and the index of the prompt.

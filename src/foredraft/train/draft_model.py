@@ -25,7 +25,7 @@ class SmallModel(nn.Module):
 
     Args:
       config: config of the whole model; ``tie_word_embeddings`` is True if the embedding is the output layer as well.
-      has_embedding: True if the model has its own embedding. Otherwise checkpoints and optimiser contain none.
+      has_embedding: True if the model has its own embedding. If False, checkpoints and optimiser contain no embedding.
     """
 
     def __init__(self, config: LlamaConfig, *, has_embedding: bool) -> None:
@@ -47,34 +47,18 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
     """Return a draft model in float32 with its initial weights.
 
     Args:
-      num_layers: number of layers of the draft model that starts with random weights. Otherwise ``plan`` sets it.
+      num_layers: number of layers of the draft model that starts with random weights. If the draft model starts from
+        layers of the target, ``plan`` sets the number.
 
     Raises: ConfigError for sizes that do not fit together, or layers that the target does not have; CheckpointError for
       a folder with a model of another type or vocabulary.
     Randomness: torch's global generator.
     """
     plan.check()
+    check_sizes(plan, target)
     if plan.start is not None:
         return _read(plan.start, target)
-    shape = target.layer
-    if plan.from_layers and target.layer_tensors is None:
-        raise ConfigError(
-            f"the layers of {target.name} differ from Llama's, so a draft model cannot start with their weights; "
-            "leave from_layers out to start with random weights"
-        )
-    wrong = [layer for layer in plan.from_layers if not 0 <= layer < target.num_layers]
-    if wrong:
-        raise ConfigError(
-            f"from_layers contains {wrong}, but the layers of {target.name} are 0..{target.num_layers - 1}"
-        )
-    width = plan.hidden_size or target.hidden_size
-    if width != target.hidden_size and not plan.own_embeddings:
-        raise ConfigError(
-            f"hidden_size is {width}, but the embeddings of {target.name} are {target.hidden_size} wide; add "
-            "own_embeddings, or leave hidden_size out"
-        )
-    if width % shape.head_dim:
-        raise ConfigError(f"hidden_size is {width}; it must be a multiple of {shape.head_dim}, the width of a head")
+    shape, width = target.layer, plan.hidden_size or target.hidden_size
     num_heads = shape.num_heads if width == target.hidden_size else width // shape.head_dim
     groups = shape.num_heads // shape.num_kv_heads
     config = LlamaConfig(
@@ -98,6 +82,29 @@ def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_
     model = SmallModel(config, has_embedding=plan.own_embeddings)
     _begin(model, target, plan.from_layers)
     return model
+
+
+def check_sizes(plan: SmallPlan, target: TargetParts) -> None:
+    """Raise ConfigError for sizes that do not fit together, or layers that the target does not have."""
+    if plan.from_layers and target.layer_tensors is None:
+        raise ConfigError(
+            f"the layers of {target.name} differ from Llama's, so a draft model cannot start with their weights; "
+            "leave from_layers out to start with random weights"
+        )
+    wrong = [layer for layer in plan.from_layers if not 0 <= layer < target.num_layers]
+    if wrong:
+        raise ConfigError(
+            f"from_layers contains {wrong}, but the layers of {target.name} are 0..{target.num_layers - 1}"
+        )
+    width = plan.hidden_size or target.hidden_size
+    if width != target.hidden_size and not plan.own_embeddings:
+        raise ConfigError(
+            f"hidden_size is {width}, but the embeddings of {target.name} are {target.hidden_size} wide; add "
+            "own_embeddings, or leave hidden_size out"
+        )
+    head_dim = target.layer.head_dim
+    if width % head_dim:
+        raise ConfigError(f"hidden_size is {width}; it must be a multiple of {head_dim}, the width of a head")
 
 
 @torch.no_grad()
@@ -144,9 +151,9 @@ class DraftModelRecipe(Recipe):
     """Training of a draft model by forward KL and total variation from the target's distribution, at every answer
     token.
 
-    Forward KL is computed as cross entropy against the target's distribution, which differs from it by the entropy of
-    that distribution. Source: forward KL on the target's own outputs and total variation, DistillSpec (Zhou et al.
-    2023, arXiv:2310.08461). The chance that a drafted token is accepted by rejection sampling is 1 - total variation
+    Forward KL is computed as cross entropy against the target's distribution. The two differ by the entropy of that
+    distribution. Source: forward KL on the target's own outputs and total variation, DistillSpec (Zhou et al. 2023,
+    arXiv:2310.08461). The chance that a drafted token is accepted by rejection sampling is 1 - total variation
     (Leviathan et al. 2022, arXiv:2211.17192).
 
     Args:
@@ -178,7 +185,7 @@ class DraftModelRecipe(Recipe):
     def _output(self) -> Tensor:
         """Output layer (V_d, H): rows of the drafter's own embedding, or of the target's output layer."""
         own = self._model.embedding
-        return self._kept if own is None else self._vocabulary.rows_of_layer(own)
+        return self._kept if own is None else self.vocabulary.rows_of_layer(own)
 
     def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return a whole model in transformers' layout, with the target's embeddings if it has none of its own."""
@@ -188,6 +195,6 @@ class DraftModelRecipe(Recipe):
         if not model.config.tie_word_embeddings:
             tensors["lm_head.weight"] = self._target.output
         config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-        if not self._vocabulary.is_full:
-            config["draft_vocabulary"] = self._vocabulary.target_ids.tolist()
+        if not self.vocabulary.is_full:
+            config["draft_vocabulary"] = self.vocabulary.target_ids.tolist()
         return config, {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}

@@ -134,7 +134,8 @@ def evaluation_digests() -> frozenset[str]:
 
 
 def is_evaluation(text: str) -> bool:
-    """Return whether a prompt is in an evaluation set, ignoring blanks and case. Such prompts are never trained on."""
+    """Return whether a prompt is in an evaluation set, ignoring blanks and case. Prompts of an evaluation set are never
+    trained on."""
     return prompt_digest(text) in evaluation_digests()
 
 

@@ -100,8 +100,8 @@ class FeatureCache:
     def _write(self) -> None:
         """Write a shard. The index is written last, and only then the shard becomes visible.
 
-        The name of a shard depends on all of its contents. So trainings that fill the folder at the same time never
-        replace a shard of another by different contents.
+        The name of a shard depends on all of its contents. Trainings that fill the folder at the same time therefore
+        never replace a shard of another training by different contents.
         """
         shard, self._open = self._open, {}
         if not shard:

@@ -42,7 +42,7 @@ class MedusaRecipe(Recipe):
         found = []
         for head, (places, tokens) in enumerate(zip(texts.places, texts.tokens, strict=True)):
             output = self._heads.lm_heads[head] if self._heads.lm_heads else self._said
-            labels = self._vocabulary.rows_of(tokens)
+            labels = self.vocabulary.rows_of(tokens)
             found.append(hard(output(self._heads.state(head, hidden[places])), labels))
         return found
 
@@ -59,8 +59,9 @@ class HydraRecipe(Recipe):
     text.
 
     Source: Hydra (Ankner et al. 2024, arXiv:2402.05109), and Hydra++ if the heads have a prefix layer. Noise is added
-    as in the published code, after NEFTune (Jain et al. 2023, arXiv:2310.05914): the same noise on embeddings and
-    hidden states, or on embeddings alone if there is a prefix layer. Deviation: heads may share the target's output
+      as in the published code, after NEFTune (Jain et al. 2023, arXiv:2310.05914). The same noise is added to
+      embeddings and hidden states. With a prefix layer, it is added to embeddings alone. Deviation: heads may share the
+      target's output
     layer.
 
     Args:
@@ -72,14 +73,14 @@ class HydraRecipe(Recipe):
     def __init__(self, heads: HydraHeads, target: TargetParts, noise: float = 0.0) -> None:
         vocabulary = heads.vocabulary or DraftVocabulary.full(target.vocab_size)
         super().__init__(heads, target, vocabulary, (1.0,) * heads.num_heads)
-        self._heads, self._noise = heads, noise
+        self._heads, self.noise = heads, noise
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         last = streams[self._target.num_layers]
         contexts = self._heads.contexts(last.to(self._heads.dtype))
         embedded = self._target.embedded(texts.token_ids, self._heads.dtype)
-        if self._noise:
-            noise = texts.noise(embedded, self._noise / (texts.lengths * embedded.shape[-1]).sqrt())
+        if self.noise:
+            noise = texts.noise(embedded, self.noise / (texts.lengths * embedded.shape[-1]).sqrt())
             embedded = embedded + noise
             contexts = contexts if self._heads.shape.prefix is not None else contexts + noise
         read, states = [texts.after(contexts)], []
@@ -123,8 +124,8 @@ class Eagle3Recipe(_EagleRecipe):
     """Training of an EAGLE-3 head by cross entropy against the target's distribution, over several steps of a draft.
 
     Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviation: a position counts if the token of the text is in the
-    draft vocabulary, not if the target's most likely token is. This saves the target's logits over the whole
-    vocabulary.
+      draft vocabulary, not if the target's most likely token is. The target's logits over the whole vocabulary are then
+      not needed.
 
     Args:
       head: head with its own output layer, or over rows of the target's.
@@ -164,11 +165,11 @@ class EagleRecipe(_EagleRecipe):
         self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, noise: float = 0.1, weight: float = 0.1
     ) -> None:
         super().__init__(head, target, vocabulary, (1.0, weight), 1)
-        self._noise = noise
+        self.noise = noise
 
     def _parts(self, texts: Texts, streams: Streams) -> list[Part]:
         given = self._streams(streams)
-        noise = texts.noise(given, self._noise * 512 / texts.lengths)
+        noise = texts.noise(given, self.noise * 512 / texts.lengths)
         embedded = self._target.embedded(texts.token_ids, self.head.dtype)
         (outputs,) = unrolled(self.head, given + noise, embedded, texts.entries, 1)
         outputs, wanted = outputs[texts.places[0]], texts.after(given, 1)[texts.places[0]]
@@ -186,7 +187,7 @@ class UnrolledAttention:
     """Attention of texts and of drafts that continue them, with keys and values of all steps and their gradients.
 
     Entries of a text attend as the mask of the first step allows. A draft attends to the same entries and to its own
-    tokens, one per later step. Attention is computed as products and a softmax: on a CPU, in bfloat16 and with a mask,
+    tokens, one per later step. Attention is computed as products and a softmax. On a CPU, in bfloat16 and with a mask,
     the gradient of the fused kernel is slow and takes a seventh of a training step.
     """
 
@@ -221,8 +222,9 @@ def unrolled(head: EagleHead, features: Tensor, embedded: Tensor, entries: Tenso
     """Run a head along texts as it would draft from every entry, several tokens deep.
 
     The input of entry t in the first step is the target's feature after token t, with token t + 1. In step j the input
-    is token t + 1 + j with the output of step j - 1, at position t + j. It attends to the entries of the first step up
-    to t and to its own entries of the later steps. That is what a draft attends to that begins after token t + 1.
+    is token t + 1 + j with the output of step j - 1, at position t + j. Each position attends to the entries of the
+    first step up to t and to its own entries of the later steps. A draft that begins after token t + 1 attends to the
+    same entries.
 
     Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), training-time test. Deviation: entries outside the answer are
     computed, but no drafts begin there.
@@ -233,8 +235,8 @@ def unrolled(head: EagleHead, features: Tensor, embedded: Tensor, entries: Tenso
       entries: int64 (B, A), entries from which drafts begin, at most S - 3.
       num_steps: number of steps, 1 or more.
 
-    Yields: outputs of every step, (B x A, H), which predict token t + 2 + j of the text; arbitrary values for drafts
-      beyond the end of their text.
+    Yields: outputs of every step, (B x A, H), which predict token t + 2 + j of the text. Drafts beyond the end of their
+      text have arbitrary values.
     Exactness: equals the drafts of `foredraft.drafters.heads.eagle` along the text, up to rounding.
     """
     rows, size = embedded.shape[0], embedded.shape[1] - 2

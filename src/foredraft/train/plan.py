@@ -8,6 +8,7 @@ from pathlib import Path
 
 from foredraft.config.sampling import SamplingParams
 from foredraft.errors import ConfigError, PromptError
+from foredraft.folders import check_folder
 from foredraft.prompts.prompt_files import STDIN
 
 METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
@@ -19,7 +20,16 @@ WITH_LAYER = ("hydra++", "eagle", "eagle2", "eagle3")
 NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
 """Default number of layers by method: of the MLP of every head, as published, or of a draft model."""
 
-POSITIVE = ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps", "evaluate_tokens")
+POSITIVE = (
+    "epochs",
+    "batch_tokens",
+    "learning_rate",
+    "draft_vocabulary",
+    "num_heads",
+    "num_steps",
+    "evaluate_tokens",
+    "max_answer_tokens",
+)
 """Settings that must be positive."""
 
 FORWARD_TOKENS = 32_768
@@ -31,10 +41,10 @@ class SmallPlan:
     """Layers and embeddings of a draft model.
 
     Args:
-      from_layers: layers of the target whose weights the draft model's layers start from, in this order; if empty, the
-        draft model's layers start with random weights.
+      from_layers: layers of the target, in this order; the draft model's layers start with their weights. If empty,
+        they start with random weights.
       hidden_size: hidden size of random layers; 0 for the target's.
-      own_embeddings: True to train an embedding for the draft model, which is its output layer as well. Otherwise the
+      own_embeddings: True to train an embedding for the draft model, which is its output layer as well. If False, the
         target's embeddings are used unchanged and saved with the draft model's layers.
       start: folder of a draft model to train further. The other arguments but the last must then be left out.
       total_variation: share of total variation in the loss; the rest is forward KL.
@@ -50,6 +60,8 @@ class SmallPlan:
         """Raise ConfigError for values out of range, or arguments that exclude each other."""
         if not 0.0 <= self.total_variation <= 1.0:
             raise ConfigError(f"total_variation is {self.total_variation}; it is a share of the loss, from 0 to 1")
+        if self.start is not None and not self.start.expanduser().is_dir():
+            raise ConfigError(f"{self.start} is not a folder; give the folder of a draft model to train further")
         if self.hidden_size < 0:
             raise ConfigError(f"hidden_size is {self.hidden_size}; use 1 or more, or 0 for the target's")
         if self.start is not None and (self.from_layers or self.hidden_size or self.own_embeddings):
@@ -66,7 +78,7 @@ class Plan:
 
     Args:
       method: method of the drafter; one of `METHODS`.
-      out: folder for all results. A run that was begun there is continued.
+      out: folder for all results. If the folder contains an unfinished run, that run is continued.
       prompts: file or folder of prompts; None to use only prompts that the target invents.
       own_prompts: number of prompts that the target invents.
       epochs: number of passes over the examples; a fraction uses a part of them.
@@ -158,11 +170,13 @@ class Plan:
             raise ConfigError(
                 f"intermediate_size is {width} for {self.method}; it is for {', '.join(WITH_LAYER)}, 1 or more"
             )
+        if self.features is not None:
+            check_folder(self.features.expanduser())
         self._check_layers()
         self.small.check()
 
     def tokens_of_forward(self, device: str) -> int:
-        """Return the tokens per forward pass on a type of device; 0 for one text at a time."""
+        """Return the number of tokens per forward pass on a type of device; 0 for one text at a time."""
         if self.forward_tokens is not None:
             return self.forward_tokens
         return 0 if device == "cpu" else FORWARD_TOKENS

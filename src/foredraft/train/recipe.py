@@ -32,8 +32,7 @@ class Texts:
       token_ids: int64 (B, T), padded with 0.
       lengths: int64 (B,), number of tokens of every text.
       entries: int64 (B, A), entries where drafts begin.
-      places: int64 (M_k,) per depth k, indices of those of the B x A drafts for which the text has a token at that
-        depth.
+      places: int64 (M_k,) per depth k, indices of the B x A drafts for which the text has a token at that depth.
       target_rows: int64 (M_k,) per depth k, row of the target's logits for every draft of ``places[k]``. The rows of
         these logits are the drafts of ``places[0]``. For 3 drafts, of which 2 are deeper, they are 0 1 2, and 1 2.
       tokens: int64 (M_k,) per depth k, tokens of the texts.
@@ -95,7 +94,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """Parts of a target that recipes read. They are not trained.
+    """Parts of a target that recipes read. These parts are not trained.
 
     Args:
       name: name of the target.
@@ -104,8 +103,8 @@ class TargetParts:
       num_layers: L.
       layer: sizes of the decoder layers.
       eos_token_ids: tokens that end an output.
-      layer_tensors: function that returns the tensors of a decoder layer by name; None if layers differ from Llama's,
-        so that drafters start with random weights.
+      layer_tensors: function that returns the tensors of a decoder layer by name. None if layers differ from Llama's;
+        drafters then start with random weights.
       context: length of the context in tokens.
     """
 
@@ -149,6 +148,7 @@ class Recipe(ABC):
       depths: depth of the drafts that it learns; 0 for the number of weights.
 
     Attributes:
+      vocabulary: tokens that can be drafted.
       layers: indices of the layers of the target whose inputs are read; ``num_layers`` for the last hidden state.
     """
 
@@ -164,7 +164,7 @@ class Recipe(ABC):
         self.module, self.weights = module, weights
         self.layers: tuple[int, ...] = tuple(sorted({*streams, target.num_layers}))
         self._target = target
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._kept = vocabulary.rows_of_layer(target.output)  # (V_d, H), draftable rows of the target's output layer
         self._t2d = vocabulary.t2d.to(target.output.device)
         self._depths = depths or len(weights)

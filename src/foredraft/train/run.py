@@ -25,6 +25,7 @@ from foredraft.loading.info import eos_token_ids
 from foredraft.model.support import check_width
 from foredraft.pictures import require_matplotlib
 from foredraft.train.answers import answered, asked_by_itself, to_try
+from foredraft.train.draft_model import check_sizes
 from foredraft.train.examples import (
     TrainingPrompt,
     example_of,
@@ -82,10 +83,11 @@ class Training:
     """One training run. Started again in the same folder, it continues from the newest checkpoint.
 
     Args:
-      llm: `LLM` of the target. It should draft nothing, or with a drafter that needs no memory.
+      llm: `LLM` of the target. The `LLM` should draft nothing, or with a drafter that needs no memory.
       plan: settings of the run.
       say: function that is called with progress in sentences.
-      is_trial: True for `estimate`. Then answers are generated only for the first prompts, and kept for the training.
+      is_trial: True for `estimate`. If True, answers are generated only for the first prompts, and kept for the
+        training.
 
     Raises: PromptError for invalid prompts, or too few of them; UnsupportedModelError for a target on which heads
       cannot be trained; CheckpointError for a folder with another run.
@@ -100,6 +102,8 @@ class Training:
         self._target = parts_of(llm.target, self._eos)
         if plan.method != "draft_model":
             check_width(llm.target.name, llm.target.shadow)
+        if plan.method == "draft_model":
+            check_sizes(plan.small, self._target)
         with writing(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
             asked = [one for one in self._prompts() if not is_evaluation(one.text)]
@@ -239,7 +243,7 @@ class Training:
         return online if folder is None else FeatureCache(online, folder, self._recipe.layers)
 
     def _measure(self, num_tokens: int) -> dict[str, Any]:
-        """Measure tau of the current drafter, and save it in the folder if it is the best one so far."""
+        """Measure tau of the current drafter. Save the drafter in the folder if it is better than all before."""
         scratch = self.plan.out / "newest"
         self._recipe.save(scratch, {})
         depth = min(5, self.plan.num_heads) if self.plan.method in ("medusa", "hydra", "hydra++") else 5

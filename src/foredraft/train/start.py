@@ -98,7 +98,8 @@ def _weight(layer: Any) -> Tensor:
 
 
 def frequent_tokens(examples: Iterable[Example], size: int, target: TargetParts) -> DraftVocabulary:
-    """Return the vocabulary of the tokens that are most frequent in answers, and of those that end an output.
+    """Return the vocabulary of the tokens that are most frequent in answers, together with the tokens that end an
+    output.
 
     Raises: ConfigError for a size with no room for the latter.
     """
@@ -153,8 +154,8 @@ def begin_as(head: EagleHead, target: TargetParts) -> None:
     """Initialise a head with the weights of the target's last layer, if the two have the same modules.
 
     The part of the fusing layer that reads the last stream is the identity; its other weights are small. A head that
-    predicts features (generation 1) gets normed features, and the output of that layer would dominate them. So the
-    layer adds nothing at first, and the head starts by repeating the last feature.
+    predicts features (generation 1) gets normed features, and the output of that layer would dominate them. The layer
+    therefore adds nothing at first, and the head starts by repeating the last feature.
     """
     size, first = target.hidden_size, head.layers[0]
     head.fc.weight.normal_(0.0, 0.01)

@@ -29,7 +29,7 @@ class Schedule:
     """Length, batch size and learning rate of a training run.
 
     Args:
-      num_tokens: answer tokens to train on; examples are repeated as often as that takes.
+      num_tokens: number of answer tokens to train on. Examples are repeated until that number is reached.
       batch_tokens: answer tokens of one step, approximately.
       learning_rate: peak learning rate.
       warmup: share of the tokens over which the rate rises.
@@ -61,7 +61,8 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """Progress of a run. With the weights and the optimiser state it determines the rest of the run."""
+    """Progress of a run. Together with the weights and the optimiser state, `Progress` determines the rest of the
+    run."""
 
     step: int = 0
     num_examples: int = 0

@@ -36,7 +36,8 @@ class Choice:
     Args:
       ranked: all settings with their counts, the fastest first.
       chosen: the recommended one.
-      ties: settings that measurements cannot separate from the fastest, the simplest first; empty if there is only one.
+      ties: settings that measurements cannot separate from the fastest, the simplest first; empty if the fastest has no
+        ties.
       prices: measured costs of steps.
       num_rows: number of rows decoded together.
     """
@@ -159,7 +160,8 @@ class Choice:
 
 
 def choose(arms: Sequence[SettingCounts], prices: StepCosts, *, num_rows: int = 1, seed: int = 0) -> Choice:
-    """Choose the fastest setting, or the simplest of those that measurements cannot separate from it.
+    """Choose the fastest setting. If measurements cannot separate several settings from it, choose the simplest of
+    them.
 
     Args:
       arms: settings with their counts over the same prompts, ordered from the simplest method on. Plain decoding is
@@ -222,7 +224,7 @@ def _complexity(place: int, setting: Setting, arms: Sequence[SettingCounts]) -> 
     """Return a sort key for simplicity.
 
     Plain decoding comes first, then methods without a second model, then the order of methods. A governed setting comes
-    before fixed sizes, because it adapts to other prompts, and short drafts before long ones.
+    before fixed sizes, because it adapts to other prompts. Short drafts come before long ones.
     """
     if setting is PLAIN:
         return (0,)

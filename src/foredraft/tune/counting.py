@@ -1,4 +1,5 @@
-"""Counts of accepted tokens for every setting, on the outputs of plain decoding. They do not depend on any clock."""
+"""Counts of accepted tokens for every setting, on the outputs of plain decoding. The counts do not depend on any
+clock."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Setting:
       title: name of the method as written by the user.
       config: speculative config that is saved if this setting is chosen.
       length: longest draft in tokens; None if the setting does not set it.
-      nodes: largest number of nodes; None if the setting does not set it.
+      nodes: largest number of nodes; None if the setting does not limit it.
       is_governed: True if measured costs decide the size of drafts.
     """
 
@@ -93,7 +94,7 @@ def settings_of(title: str, given: Mapping[str, Any], *, is_walked: bool) -> lis
 
     Args:
       given: speculative config as written by the user.
-      is_walked: True if settings need no forward pass of the target. Then more sizes, and the governor, are tried.
+      is_walked: True if settings need no forward pass of the target. If True, more sizes, and the governor, are tried.
     """
     config = SpeculativeConfig.parse(given)
     options: Any = config.options
@@ -222,8 +223,8 @@ def decoded(
 def alone(target: CausalLM, drafter: Drafter, texts: Sequence[RecordedText], curve: CostCurve) -> tuple[float, float]:
     """Return the seconds of a step for drafting, and for everything but drafting and verifying, of one row at a time.
 
-    Both are scaled by the ratio of the curve's verification time to the measured one, so that a busy machine does not
-    make drafting look more expensive relative to the curve.
+    Both costs are scaled by the ratio of the curve's verification time to the measured one. A busy machine then does
+    not make drafting look more expensive relative to the curve.
     """
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=1))
     timed = [times for text in spread(texts, TIMED_TEXTS) for times in _timed(engine, text, curve)]

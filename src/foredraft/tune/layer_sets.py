@@ -79,7 +79,7 @@ class Space:
 
         Patterns come first. They skip more attention than MLP sublayers, because attention is more redundant: the
         published sets skip 24 attention and 10 MLP sublayers of 40 layers, and 47 and 37 of 80 (Draft & Verify,
-        arXiv:2309.08168). Then every sublayer is skipped alone, attention first.
+        arXiv:2309.08168). After the patterns, every sublayer is skipped alone, attention first.
         """
         middle = [layer for layer in self.free if 0 < layer < self.num_layers - 1] or self.free
         patterns = [
@@ -239,7 +239,7 @@ class LayerSearch:
     ) -> None:
         """Try layer sets until ``num_trials`` different ones are known, including those of the journal.
 
-        Ctrl-C ends the search early and keeps the trials so far.
+        Ctrl-C ends the search early and keeps the finished trials.
 
         Args:
           score: function that decodes the prompts with a layer set and returns its score.

@@ -1,4 +1,5 @@
-"""Pictures of a search over layer sets and of a choice among methods. They need matplotlib, an optional dependency."""
+"""Pictures of a search over layer sets and of a choice among methods. Pictures need matplotlib, an optional
+dependency."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ROWS = (1, 2, 4, 8, 16)
 
 
 def plot_search(search: LayerSearch, file: str | Path) -> Path:
-    """Plot the score of every trial and the best so far, and in a second panel the sublayers that the best sets skip.
+    """Plot the score of every trial and the best score up to it. A second panel shows the sublayers that the best sets
+    skip.
 
     Raises: ConfigError, see `check_picture`.
     """

@@ -31,7 +31,7 @@ def expected_speed(texts: Sequence[Counts], prices: StepCosts, title: str, curve
     """Return the expected speed of drafts of this length relative to plain decoding: tokens per step over cost of a
     step.
 
-    Steps without a draft count as plain steps. The drafting cost of a batch is that of one row times the number of
+    Steps without a draft count as plain steps. The drafting cost of a batch is the cost of one row times the number of
     rows.
 
     Args:
@@ -106,8 +106,8 @@ def measure(
 
     Args:
       new_drafter: function that makes a drafter with drafts of a given length, which are not cut by anything else.
-      interrupted: event that is set if Ctrl-C ended the decoding early. The profile then describes what was decoded so
-        far.
+      interrupted: event that is set if Ctrl-C ended the decoding early. The profile then describes the tokens decoded
+        until then.
 
     Raises: ConfigError if no step had a draft; KeyboardInterrupt if nothing was decoded.
     """

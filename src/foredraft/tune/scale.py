@@ -30,7 +30,7 @@ def sizes(scale: str) -> tuple[int, int] | None:
 def load_scaled(
     model: str, scale: str, *, dtype: str, quantization: str | None, weights: str | None
 ) -> tuple[Loaded, Loaded]:
-    """Load a target, and return it as it is and inflated. Only the inflated one is quantised.
+    """Load a target, and return it as it is and inflated. Only the inflated copy is quantised.
 
     Raises: CheckpointError, ConfigError.
     """

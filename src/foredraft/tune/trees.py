@@ -35,9 +35,9 @@ class Hits:
     """Ranks of the target's own continuation among the candidates of a drafter.
 
     Args:
-      ranks: one entry per position. Its element d is the rank, among the candidates of head d, of the token d + 2
-        positions later; `MISS` if the token is not among the first candidates. Entries near the end of a text are
-        shorter.
+      ranks: one entry per position. Element d is the rank, among the candidates of head d, of the
+        token d + 2 positions later; `MISS` if the token is not among the first candidates. Entries near the end of a
+        text are shorter.
       num_heads: number of heads of the drafter, or of levels that were recorded.
       are_whole: False if every entry ends at its first rank other than 0.
     """
@@ -51,7 +51,7 @@ class Hits:
         """Table ``[d][r]``: share of positions at which the candidate of rank r of head d was right, up to
         `MAX_SIBLINGS`.
 
-        Every mean is over the positions that have such a token, which are fewer for later heads.
+        Every mean is over the positions that have such a token. Later heads have fewer such positions.
         """
         table = []
         for depth in range(self.num_heads):
@@ -62,8 +62,8 @@ class Hits:
     def tokens_per_step(self, tree: RankTree) -> float:
         """Return the mean number of tokens per step, bonus included, over all positions with enough tokens after them.
 
-        Independence of the depths is not assumed, but the tree was grown from the same positions. If entries are not
-        whole, depths are assumed to be right or wrong independently.
+        The result does not assume that depths are independent. But the tree was grown from the same positions. If the
+        entries are not whole, each depth is assumed to be right or wrong independently of the others.
         """
         if not self.are_whole:
             return tree.value(self.accuracies)
@@ -90,11 +90,12 @@ def measured_hits(
     """Decode prompts and return the ranks of the target's tokens among the candidates of the heads.
 
     Args:
-      drafter: the drafter with the heads. It drafts while the prompts are decoded, which does not change the output.
-      params: sampling parameters. Candidates are ranked as for a row with these parameters.
+      drafter: the drafter with the heads. The drafter drafts while the prompts are decoded, which does not change the
+        output.
+      params: sampling parameters. The parameters also decide how candidates are ranked.
       interrupted: event that is set if Ctrl-C ended the decoding early; without one, KeyboardInterrupt is raised.
 
-    Exactness: the output is that of the target. Randomness: that of ``params``.
+    Exactness: the output equals that of the target. Randomness: that of ``params``.
     Raises: ConfigError if the outputs are too short.
     """
     rows = decoded_rows(target, drafter, prompts, params, interrupted=interrupted)
@@ -113,11 +114,11 @@ def watched_hits(
     depth: int,
     interrupted: Event | None = None,
 ) -> Hits:
-    """Return the same ranks for drafters whose candidates depend on their own drafts (EAGLE), from the trees they
+    """Return the same ranks for drafters whose candidates depend on their own drafts (EAGLE), from the trees that they
     propose.
 
-    Every tree contains all candidates of the nodes on its best path. So the accuracy of a candidate is counted only
-    where the best candidates before it were right. A level that was never reached counts as never right.
+    Every tree contains all candidates of the nodes on its best path. The accuracy of a candidate is therefore counted
+    only where the best candidates before it were right. A level that was never reached counts as never right.
 
     Args:
       drafter: a drafter with a `Growth`.
@@ -230,8 +231,8 @@ def measured_costs(
 ) -> tuple[CostCurve, CostCurve]:
     """Time verifications and proposals of a tree at several sizes, after 256 tokens of context.
 
-    Of several timings the shortest counts, and a size never costs more than a larger one, because disturbances of the
-    machine only lengthen a timing.
+    The shortest of several timings counts, and a size never costs more than a larger one. Disturbances of the machine
+    can only lengthen a timing.
 
     Args:
       drafter: a drafter with a `Growth` that is not in use.

@@ -77,7 +77,7 @@ class Tuning:
     def run(
         self, prompts: Sequence[BenchPrompt], params: SamplingParams, *, num_rows: int = 1, seed: int = 0
     ) -> Choice:
-        """Decode, count and choose. After Ctrl-C the choice is among the settings counted so far.
+        """Decode, count and choose. After Ctrl-C the choice is among the settings that have been counted.
 
         Raises: ConfigError if there is no prompt, or if no method can be used; KeyboardInterrupt if nothing was
         counted.

@@ -70,8 +70,8 @@ class Counts:
 
 
 def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
-    """Return, for every depth, the chance that its token is accepted if the one above was, as deep as any draft
-    went."""
+    """Return, for every depth, the probability that its token is accepted if the token above was accepted, down to the
+    depth of the deepest draft."""
     steps: Counter[tuple[int, int]] = Counter()
     for text in texts:
         for step, count in text.steps.items():
@@ -136,13 +136,13 @@ class Walk:
     """Decoding of known outputs, where a step costs only its drafting.
 
     Args:
-      target: model of the outputs. It creates the rows and makes no forward pass.
-      drafter: drafter whose drafts depend on the tokens of rows alone (`DrafterFacts.drafts_from_text`).
+      target: model of the outputs. The walk creates the rows and makes no forward pass.
+      drafter: drafter that drafts from the tokens of rows alone (`DrafterFacts.drafts_from_text`).
       texts: recorded outputs, in the order in which they enter.
-      acceptance: model that learns from whole drafts; that of the governor, if there is one.
+      acceptance: model that learns from whole drafts. If there is a governor, it is the governor's model.
 
-    Exactness: under the rule "match" the output does not depend on drafts. So the steps are those of the engine with
-    the same limits.
+    Exactness: under the rule "match" the output does not depend on drafts. The steps therefore equal those of the
+      engine with the same limits.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class Walk:
         return trees
 
     def emit(self, trees: Sequence[DraftTree]) -> list[RowOutput]:
-        """Accept each draft as far as it equals the recorded text, emit one more token, and remove rows that have
-        ended."""
+        """Accept each draft up to the first difference from the recorded text, emit one more token, and remove rows
+        that have ended."""
         found = [self._accept(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
         outputs = [
             RowOutput(row, result.emitted, len(result.path) - 1, tree=result.tree)

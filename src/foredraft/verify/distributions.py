@@ -1,7 +1,8 @@
 """Enumeration of a model's distribution over short continuations, and a test of samples against it.
 
 The distribution is computed independently of the decoder's sampler: by transformers' processors over logits of the
-model. So an error in the sampler is found as well. The tests are exact Monte Carlo tests at any number of samples.
+model. Errors in the sampler are therefore found as well. The tests are exact Monte Carlo tests at any number of
+samples.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OTHER = -1
 """Placeholder for every token that is not listed."""
 
 BRANCHING = 6
-"""Number of most likely tokens that are listed after a prefix; the others are pooled."""
+"""Number of most likely tokens that are listed after a prefix. All other tokens form one cell."""
 
 LEAST_MASS = 0.01
 """Probability of a prefix below which its continuations are pooled."""
@@ -71,7 +72,7 @@ def reference_distribution(
       params: sampling parameters; only temperature, top-k, top-p, min-p, typical-p, penalties and biases are used.
       chunk_size: chunk size of the prefill, equal to that of the engine that is verified.
 
-    Returns: a function from the output so far to probabilities (V,) that sum to one.
+    Returns: a function from the generated tokens to probabilities (V,) that sum to one.
     """
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
@@ -168,11 +169,11 @@ class DistributionTest:
     """The result of a test of samples against a distribution.
 
     Args:
-      p_value: chance of samples at least as unlikely as these under the distribution, by simulation; never 0.
+      p_value: probability, by simulation, of samples at least as unlikely as these under the distribution; never 0.
       num_cells: number of cells that the test distinguishes.
-      power: chance of detecting, at the level of the test, a shift of `SHIFT`: so much mass moved from the most likely
+      power: probability that the test detects a shift of `SHIFT`. A shift moves that much mass from the most likely
         first token to the second.
-      detectable: smallest of `SHIFTS` that is detected with a chance of 0.9; 1 if none is.
+      detectable: smallest of `SHIFTS` that is detected with a probability of 0.9; 1 if none is.
     """
 
     num_samples: int
@@ -215,7 +216,7 @@ def judge_samples(
     limit = np.quantile(null, 1.0 - level)
 
     def power(shift: float) -> float:
-        draws = rng.multinomial(num_samples, pooled(_shifted(distribution, shift)), size=2_000)
+        draws = rng.multinomial(num_samples, pooled(shifted(distribution, shift)), size=2_000)
         return float((_statistic(draws, probs) > limit).mean())
 
     powers = {shift: power(shift) for shift in SHIFTS}
@@ -234,7 +235,7 @@ def _pooled(distribution: Distribution, num_samples: int) -> tuple[dict[Text, in
     return places, num_places
 
 
-def _shifted(distribution: Distribution, shift: float) -> dict[Text, float]:
+def shifted(distribution: Distribution, shift: float) -> dict[Text, float]:
     """Return the distribution with a part of the mass of its most likely first token moved to the second."""
     first: Counter[int] = Counter()
     for text, mass in distribution.cells.items():

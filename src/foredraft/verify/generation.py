@@ -21,7 +21,8 @@ def generation_config(
     Args:
       params: sampling parameters; temperature, top-k, top-p, min-p, typical-p, repetition penalty and length are
         used.
-      eos_token_ids: tokens that end an output unless EOS is ignored. They replace those of the model's own config.
+      eos_token_ids: tokens that end an output unless EOS is ignored. These tokens replace the EOS tokens of the model's
+        own config.
       options: further keys of the generation config.
     """
     chosen: dict[str, Any] = {"do_sample": not params.is_greedy}

@@ -62,8 +62,8 @@ class Subject(ABC):
     Args:
       name: name in reports.
       takes: fields of `SamplingParams` that the decoder supports. Settings that need other fields are left out.
-      is_keyed: True if sampled outputs must equal those of plain decoding with the same seed. Otherwise only their
-        distribution is tested.
+      is_keyed: True if sampled outputs must equal those of plain decoding with the same seed. If False, only the
+        distribution of sampled outputs is tested.
       counts_drafts: True if its answers contain the numbers of draft tokens.
       prefill_chunk_size: chunk size of its prefill, if the decoder is foredraft's and reports it. Chunks of another
         size are rounded differently, so plain decoding uses the same size.
@@ -148,7 +148,7 @@ class FunctionSubject(Subject):
     Args:
       function: function of a list of token ids and `SamplingParams` that returns the tokens that follow. For ``n``
         samples it returns a list of such lists. Without "n" in ``takes`` it is called once per sample, each time with
-        another seed. It may return `Sample` objects, which also contain text and log-probabilities.
+        another seed. The function may return `Sample` objects, which also contain text and log-probabilities.
       takes, is_keyed: see `Subject`. A function is not keyed by default: only a decoder that samples with foredraft's
         keyed noise can return the tokens of plain decoding.
     """
@@ -268,11 +268,11 @@ LONGEST_PAUSE_SECONDS = 30.0
 class ServerSubject(Subject):
     """A server with an OpenAI-compatible API.
 
-    If the server returns token ids, the ids are compared; otherwise the text is. vLLM and foredraft return them for
-    ``return_token_ids``, llama.cpp in its own way. If the server refuses to draw several samples at once, they are
-    requested one by one. If it is busy (429 or 503), the request is repeated. foredraft's server reports its prefill
-    chunk size, and whether its acceptance rule keeps the tokens of plain decoding; if it does, sampled tokens are
-    compared as well.
+    If the server returns token ids, the ids are compared; otherwise the text is. vLLM and foredraft return ids for
+    ``return_token_ids``, and llama.cpp has another way. If the server refuses to draw several samples at once, they are
+    requested one by one. If the server is busy (429 or 503), the request is repeated. foredraft's server reports its
+    prefill chunk size, and whether its acceptance rule keeps the tokens of plain decoding. If the rule does, sampled
+    tokens are compared as well.
 
     Args:
       url: ``http://host:port``, with or without ``/v1``.

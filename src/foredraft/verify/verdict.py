@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons why the decoder cannot be called lossless although no check failed; empty if it can."""
+        """Reasons why the decoder cannot be called lossless although no check failed; empty if there are none."""
         found = [INTERRUPTED] if self.is_interrupted else []
         found += [f"{one.feature}: {one.found}" for one in self.findings if one.status == "undecided"]
         if self.num_accepted == 0:
@@ -160,7 +160,7 @@ def holm(p_values: Sequence[float], rate: float) -> list[bool]:
 
 
 NEVER = float("inf")
-"""Gap of a difference that rounding cannot explain, such as one output ending where the other continues."""
+"""Gap for a difference that rounding cannot explain, such as an output that ends where the other continues."""
 
 
 @dataclass(frozen=True)

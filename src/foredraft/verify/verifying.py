@@ -44,7 +44,13 @@ SHARE_OF_DISTRIBUTIONS = 0.45
 """Largest share of the time for distribution tests and the control. The rest is left for comparing tokens."""
 
 SHARE_UNKEYED = 0.7
-"""Same share for subjects whose sampled tokens are not compared."""
+"""The same share, for subjects whose sampled tokens are not compared."""
+
+
+def check_false_alarm_rate(rate: float) -> None:
+    """Raise ConfigError for a rate that is not between 0 and 1."""
+    if not 0.0 < rate < 1.0:
+        raise ConfigError(f"false_alarm_rate is {rate}; it must be between 0 and 1")
 
 
 def verify(
@@ -60,13 +66,14 @@ def verify(
 ) -> Verdict:
     """Verify whether a decoder is lossless: whether it keeps the tokens or the distribution of the model.
 
-    Under every sampling setting its tokens are compared with those of plain decoding with the same seeds. Where tokens
-    differ, their gap under the model's distribution distinguishes rounding from faults. Samples of short continuations
-    are tested against the model's distribution, which transformers' processors enumerate over plain forward passes. As
-    a control, a decoder that accepts every draft goes through the same test and has to fail it.
+    Under every sampling setting, the decoder's tokens are compared with those of plain decoding with the same seeds.
+    Where tokens differ, their gap under the model's distribution distinguishes rounding from faults. Samples of short
+    continuations are tested against the model's distribution, which transformers' processors enumerate over plain
+    forward passes. As a control, a decoder that accepts every draft goes through the same test and has to fail it.
 
     Args:
-      llm: the model and its speculative config. Drafts are as long as the config allows, even where that is slower.
+      llm: the model and its speculative config. Drafts are as long as the config allows, even where long drafts are
+        slower.
       prompts: prompts as for `LLM.generate`. Repetitive text leads to the most accepted drafts.
       subject: the decoder to verify; by default ``llm``. Another decoder must run the same model as ``llm``. A function
         is wrapped in `FunctionSubject`.
@@ -76,13 +83,12 @@ def verify(
         more.
       progress: function that is called with one line before each check.
 
-    Ctrl-C ends the verification early. The verdict then contains the findings so far and is never "lossless".
+    Ctrl-C ends the verification early. The verdict then contains the finished checks and is never "lossless".
 
     Raises: ConfigError for values out of range, PromptError for invalid prompts.
     Randomness: keyed by ``seed``. The same call gives the same tokens, and as many of them as time allows.
     """
-    if not 0.0 < false_alarm_rate < 1.0:
-        raise ConfigError(f"false_alarm_rate is {false_alarm_rate}; it must be between 0 and 1")
+    check_false_alarm_rate(false_alarm_rate)
     if max_tokens < DEPTH or budget_seconds <= 0:
         raise ConfigError(
             f"max_tokens is {max_tokens} and budget_seconds is {budget_seconds}; max_tokens must be at least {DEPTH} "
@@ -190,7 +196,7 @@ class _Work:
         return [one if takes_logprobs else replace(one, logprobs=None) for one in feature.params]
 
     def _compare(self, feature: Feature) -> None:
-        """Compare the tokens of every prompt under one setting with those of plain decoding."""
+        """Compare the tokens of every prompt under one setting with those of plain decoding under it."""
         is_late = time.monotonic() >= self._ends
         if reason := self._why_not(feature) or (
             f"no time was left in the budget of {self._budget:g} s" if is_late else ""
@@ -221,7 +227,7 @@ class _Work:
     def _difference(
         self, prompt: int, sample: int, params: SamplingParams, got: Sample, want: Sample
     ) -> Difference | None:
-        """Return the first difference between a sample and that of plain decoding; None if they are equal."""
+        """Return the first difference between a sample and the sample of plain decoding; None if they are equal."""
         expected, text = list(want.token_ids or ()), want.text or ""
         found: Sequence[int]
         if got.token_ids is None:
@@ -244,7 +250,7 @@ class _Work:
         return None
 
     def _expected(self, params: Sequence[SamplingParams]) -> list[Answer]:
-        """Return the plain outputs of all prompts; outputs of the same parameters are decoded once."""
+        """Return the plain outputs of all prompts. Outputs of equal parameters are decoded once."""
         asked = [replace(one, logprobs=None, seed=None) if one.is_greedy else one for one in params]
         for known, answers in self._said:
             if known == asked:
@@ -321,7 +327,8 @@ class _Work:
     def _catch_control(
         self, distribution: Distribution, prompt: list[int], params: SamplingParams, num_samples: int, level: float
     ) -> None:
-        """Check that a decoder that accepts every draft fails the test that the subject has passed."""
+        """Check that the test finds a broken decoder: one that accepts every draft must fail the test that the subject
+        has passed."""
         self._progress("control: a decoder that accepts every draft")
         broken = BrokenSubject(self._llm)
         samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, FEWEST))

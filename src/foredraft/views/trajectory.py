@@ -73,11 +73,11 @@ def trajectory(
       initial_guess: first guess for every block, as in the method ``jacobi``.
       model_options: arguments of a new `LLM`.
 
-    Returns: the trajectory. Its output is that of plain decoding.
+    Returns: the trajectory. The output of a trajectory equals that of plain decoding.
     Raises: ConfigError, PromptError; NumericsError if the model returns NaN.
-    Exactness: the last iterate of a block is the fixed point. It is reached after at most as many iterations as the
-      block has tokens. If a forward pass verifies fewer tokens than the block has, only the first tokens of the block
-      are iterated, and `Block.verified` counts them.
+    Exactness: the last iterate of a block is the fixed point. The fixed point is reached after at most as many
+      iterations as the block has tokens. If a forward pass verifies fewer tokens than the block has, only the first
+      tokens of the block are iterated, and `Block.verified` counts them.
     Randomness: the seed of the parameters. Every iteration of a position uses the same noise as the final choice.
     """
     INITIAL_GUESS.read("trajectory", "initial_guess", initial_guess)
@@ -142,8 +142,8 @@ class Block:
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
-        """Initial guess and iterates; the fixed point is repeated unless the last two are already equal, so that y(j +
-        1) = y(j) at the end.
+        """Initial guess and iterates. The fixed point is repeated unless the last two iterates are already equal, so
+        that y(j + 1) = y(j) at the end.
 
         The repetition needs no forward pass, because the last iterate was chosen after tokens that it does not change.
         """
@@ -210,8 +210,8 @@ class Trajectory:
         return sum(sum(block.right_early) for block in self.blocks)
 
     def text(self, width: int | None = None) -> str:
-        """Return a table per block with a line per iteration. The mark = shows certain tokens, and + those that are
-        right early.
+        """Return a table per block with a line per iteration. The mark = shows certain tokens, and + shows tokens that
+        are right early.
 
         The last line repeats the one before it, which shows convergence (`Block.states`).
 

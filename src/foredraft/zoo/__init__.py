@@ -158,7 +158,8 @@ def load(name: str = _TOY, *, dtype: torch.dtype | None = None) -> tuple[Any, An
 
     Args:
         name: one of `names()`; a leading ``zoo:`` is allowed.
-        dtype: dtype of the weights, float32 by default. They are stored in bfloat16, which float32 represents exactly.
+        dtype: dtype of the weights, float32 by default. The weights are stored in bfloat16, which float32 represents
+          exactly.
 
     Returns: target, drafter (None if the model includes none) and tokenizer.
     Raises:

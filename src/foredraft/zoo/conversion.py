@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.errors import CheckpointError, ForedraftError
+from foredraft.errors import CheckpointError, ForedraftError, error_in_words
 from foredraft.folders import (
     CACHE_VARIABLE,
     cache_folder,
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foredraft")
 
 FORMAT = 3
-"""Version of the written files; increased when they change, so that versions of foredraft do not share conversions."""
+"""Version of the written files. It is increased when the files change, so that versions of foredraft do not share
+conversions."""
 RECORD = "conversion.json"
 WEIGHTS = "model.safetensors"
 SECONDS = 20  # approximate duration of a conversion
@@ -171,7 +172,8 @@ def _parents() -> list[Path]:
 def _writable_parent(manifest: Manifest) -> Path:
     """Return the cache or, if it cannot be written (a container, a service account), a folder for temporary files.
 
-    A cache folder that the user has chosen is not replaced. It must be wrong, and the user has to correct it.
+    A cache folder that the user has chosen is not replaced. The chosen folder must be wrong, and the user has to
+    correct it.
     """
     wanted, instead = cache_folder("zoo"), temporary_folder("zoo")
     try:
@@ -251,8 +253,8 @@ def _convert(manifest: Manifest, folder: Path) -> None:
         raise
     except Exception as error:  # such as a full disk, or a transformers that reads GGUF differently
         raise CheckpointError(
-            f"zoo:{manifest.name} could not be converted into {folder.parent} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}); check the space there, or try another version than transformers "
+            f"zoo:{manifest.name} could not be converted into {folder.parent} ({error_in_words(error)}); "
+            "check the space there, or try another version than transformers "
             f"{transformers.__version__}"
         ) from error
     found = weights_digest(folder / WEIGHTS)

@@ -15,7 +15,7 @@ from foredraft.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 HEADS = ("medusa", "hydra", "hydra++", "eagle", "eagle3")
-"""Heads that a model may include. They are beside the manifest, even if the weights are elsewhere."""
+"""Heads that a model may include. The heads are beside the manifest, even if the weights are elsewhere."""
 ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates", *HEADS)
 """Parts and extra files that a model may include."""
 
@@ -50,8 +50,8 @@ class Manifest:
     Args:
       name: name without ``zoo:``.
       title: description in one line.
-      is_instruct: whether it answers through a chat template; a base model continues text.
-      is_toy: whether it only serves to show and test drafting, and is too small to be useful.
+      is_instruct: whether the model answers through a chat template; a base model continues text.
+      is_toy: whether the model only serves to show and test drafting, and is too small to be useful.
       licence, source: licence and origin of the weights.
       stored_dtype: dtype of the weights on disk.
       assets: files or folders that this model includes, by their names in `ASSETS`.

@@ -18,6 +18,7 @@ from foredraft.drafters.heads.eagle import EagleDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.engine.drafter import DraftSize
 from foredraft.engine.engine import Engine
+from foredraft.engine.features import RowFeatures
 from foredraft.engine.row import Row
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.layers import AttentionContext
@@ -27,7 +28,7 @@ from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
 from foredraft.tree import DraftTree
-from mutants import Apply, wrapped
+from mutants import Apply, with_result, wrapped
 
 NUM_NODES, NUM_BRANCHES = 9, 3
 
@@ -329,9 +330,8 @@ def test_features_that_are_not_numbers_spoil_no_other_row(monkeypatch: pytest.Mo
     """The cache stays finite, so that whoever gets the slot next drafts as ever."""
     own = drafter(trained(3), 4)
     engine = Engine(target(), own, EngineConfig(max_num_seqs=1))
-    original = EagleDrafter._inputs_of
     with monkeypatch.context() as patch:
-        patch.setattr(EagleDrafter, "_inputs_of", lambda self, *args: original(self, *args) * torch.nan)
+        with_result(RowFeatures, "layer_input", lambda found, _: found * torch.nan)(patch)
         engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=8))
         list(engine.run())
     assert all(bool(layer.keys.isfinite().all()) for layer in own.cache.layers)

@@ -4,7 +4,7 @@ changes, every forward is accounted for, and what drafters keep of rows is what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +17,7 @@ from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foredraft.drafters.none import EmptyDrafter
 from foredraft.drafters.parts.head_drafter import HeadDrafter
-from foredraft.engine.drafter import Drafter
+from foredraft.engine.drafter import Drafter, Features, PromptChunk
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Row
 from foredraft.heads.medusa_hydra import HydraHeads, PrefixLayer
@@ -151,6 +151,23 @@ def test_siblings_that_a_distribution_does_not_have_are_left_out(kind: str, acce
 # -- what is kept of rows --------------------------------------------------------------------------------------------
 
 
+class States(Features):
+    """The target's last hidden states (T, H) of a chunk."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.states = states
+
+    def last_hidden(self, nodes: Sequence[int]) -> torch.Tensor:
+        return self.states[list(nodes)]
+
+
+@torch.inference_mode()
+def take_in(drafter: Any, *chunks: tuple[Row, torch.Tensor, int]) -> None:
+    """Give a drafter the states of the next tokens of rows: (row, states, index of the first of these tokens)."""
+    read = [PromptChunk(start, len(states), States(states)) for _, states, start in chunks]
+    drafter.start([row for row, _, _ in chunks], read)
+
+
 def check_contexts(engine: Engine) -> None:
     """Every decoding row has the context vector, and the keys and values, that a fresh pass over its text gives."""
     drafter = engine.drafter
@@ -167,8 +184,7 @@ def check_contexts(engine: Engine) -> None:
                 want = hydra_heads(True).contexts(states)
             fresh = make("hydra++")
             fresh.cache.add_rows()
-            with torch.inference_mode():
-                fresh._take_in([cast("Row", SimpleNamespace(slot=0, state={}))], [states], [0])
+            take_in(fresh, (cast("Row", SimpleNamespace(slot=0, state={})), states, 0))
             assert contexts.cache.lengths[row.slot] == len(text)
             for got, expected in zip(
                 contexts.cache.export(row.slot, len(text)), fresh.cache.export(0, len(text)), strict=True
@@ -193,11 +209,11 @@ def test_a_row_whose_states_are_no_numbers_leaves_nothing_behind() -> None:
     assert [caches.add(), caches.add()] == [long.slot, bad.slot]
     states = states_along(target(), (3, 1, 4, 1, 5, 9, 2))
     with torch.inference_mode():
-        contexts._take_in([long, bad], [states[:6], torch.full((6, HIDDEN), torch.nan, dtype=torch.float64)], [0, 0])
+        take_in(contexts, (long, states[:6], 0), (bad, torch.full((6, HIDDEN), torch.nan, dtype=torch.float64), 0))
         caches.remove(bad.slot)
         assert caches.add() == good.slot
-        contexts._take_in([good], [states[:2]], [0])
-        contexts._take_in([long, good], [states[6:], states[2:3]], [6, 2])  # attention runs over seven columns of both
+        take_in(contexts, (good, states[:2], 0))
+        take_in(contexts, (long, states[6:], 6), (good, states[2:3], 2))  # attention runs over seven columns of both
         want = hydra_heads(True).contexts(states[:3])[-1]
     torch.testing.assert_close(contexts.last_of([good])[0], want, rtol=0, atol=1e-9)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,12 @@ def test_what_is_shared_lives_until_it_is_reset() -> None:
     assert NasdDrafter().learned is None
 
 
-def num_observations(drafter: NasdDrafter, *context: int) -> float:
-    return drafter.learned._successors_of[context].total
+def num_observations(drafter: NasdDrafter, token: int) -> float:
+    """Tokens that were counted after a token, as they are saved."""
+    with TemporaryDirectory() as folder:
+        drafter.learned.save(Path(folder) / "counts", VOCAB_SIZE)
+        saved = load_file(Path(folder) / "counts")
+    return dict(zip(saved["contexts1"][:, 0].tolist(), saved["totals1"].tolist(), strict=True))[token]
 
 
 def test_a_prompt_counts_once_for_all_its_samples() -> None:

@@ -231,12 +231,12 @@ def test_the_tree_is_small_where_nodes_cost(keys: dict[str, int], expected: int)
 
 
 def test_more_candidates_than_tokens_are_not_kept() -> None:
-    decode(
-        small := CausalLM(toy_model(3)),
-        drafter := made("token_recycling", None, 3, num_candidates=8),
-        [((1, 2), GREEDY)],
-    )
-    assert drafter._start.num_candidates == small.vocab_size == 3
+    engine = Engine(CausalLM(toy_model(3)), drafter := made("token_recycling", None, 3, num_candidates=8))
+    (row,) = engine.add_request((1, 2), GREEDY)
+    engine.step()
+    assert row.state[drafter].matrix.num_candidates == engine.target.vocab_size == 3
+    list(engine.run())
+    assert row.is_finished
 
 
 def test_a_model_of_the_zoo_brings_the_candidates_of_its_vocabulary() -> None:

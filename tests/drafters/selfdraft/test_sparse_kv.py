@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from architectures import VOCAB_SIZE, in_turns, target_model
 from compiled_models import build
-from drafting import made, sparse_kv
+from drafting import made, sparse_kv, view
 from foredraft import LLM
 from foredraft.config.sampling import SamplingParams
 from foredraft.drafters.compose import UnionDrafter
@@ -34,7 +34,7 @@ from foredraft.native.library import library
 from foredraft.sampling.distribution import Sampler
 from foredraft.testing import compare, toy_model
 from foredraft.tree import DraftTree
-from harness import adapter, first_attention, random_ids, tolerance
+from harness import adapter, buffers_of, first_attention, random_ids, tolerance
 
 sparse = partial(sparse_kv, vocab_size=VOCAB_SIZE)
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -135,16 +135,17 @@ def test_streaming_is_the_model_over_the_kept_keys_at_their_positions(name: str,
     lm = CausalLM(model, execution=execution)
     assert (lm.execution.compiled is not None) == is_compiled
     texts = [random_ids(30, 1), random_ids(5, 2), random_ids(19, 3)]
-    drafter = sparse()
+    chosen = view()
+    drafter = sparse(view=chosen)
     source = filled(lm, texts)
     bind(drafter, lm, source)
-    drafter._view.follow([draft_of(i, text) for i, text in enumerate(texts)])
-    assert drafter._cache.lengths == [8, 5, 8]
+    chosen.follow([draft_of(i, text) for i, text in enumerate(texts)])
+    assert chosen.cache.lengths == [8, 5, 8]
     for trees in (
         [DraftTree.root(3)] * 3,
         [DraftTree.chain(3, (4, 5)), DraftTree.root(7), DraftTree((7, 8, 9, 4), (-1, 0, 0, 1))],
     ):
-        logits = drafter.model.forward(Nodes.from_trees(trees), drafter._cache)
+        logits = drafter.model.forward(Nodes.from_trees(trees), chosen.cache)
         whole = drafter.model.forward(Nodes.from_trees(trees), source)
         for i, (text, tree) in enumerate(zip(texts, trees, strict=True)):
             expected = model_over_kept_keys(model, lm, text, tree, 8)
@@ -157,10 +158,11 @@ def test_sliding_layers_keep_the_last_columns() -> None:
     """Window 8 of gemma3 over a budget of 8: the first tokens of a draft see the last columns of the window alone."""
     lm, model = adapter("gemma3"), target_model("gemma3", first_attention("gemma3"))
     text = random_ids(30, 1)
-    drafter = sparse()
+    chosen = view()
+    drafter = sparse(view=chosen)
     bind(drafter, lm, filled(lm, [text]))
-    drafter._view.follow([draft_of(0, text)])
-    logits = drafter.model.forward(Nodes.from_trees([DraftTree.root(3)]), drafter._cache)
+    chosen.follow([draft_of(0, text)])
+    logits = drafter.model.forward(Nodes.from_trees([DraftTree.root(3)]), chosen.cache)
     window = model.config.sliding_window
     whole, kept = DynamicCache(), DynamicCache()
     model(torch.tensor([text]), **{cache_argument(model): whole})
@@ -222,18 +224,19 @@ def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
     lm = CausalLM(target_model("llama", "sdpa"), execution=execution)
     text = random_ids(40, 5)
     source = filled(lm, [random_ids(6, 6), text])
-    before = [buffer.clone() for buffer in source._buffers()]
-    drafter = sparse("snapkv")
+    before = [buffer.clone() for buffer in buffers_of(source)]
+    chosen = view("snapkv")
+    drafter = sparse(view=chosen)
     bind(drafter, lm, source)
     forwards = lm.num_forwards
-    drafter._view.follow([draft_of(0, random_ids(6, 6)), draft_of(1, text)])
-    assert all(torch.equal(old, new) for old, new in zip(before, source._buffers(), strict=True))
+    chosen.follow([draft_of(0, random_ids(6, 6)), draft_of(1, text)])
+    assert all(torch.equal(old, new) for old, new in zip(before, buffers_of(source), strict=True))
     assert source.lengths == [6, 40]
     assert lm.num_forwards == forwards
     attentions = model(torch.tensor([text]), output_attentions=True).attentions
     differ = 0
     for layer, attention in enumerate(attentions):
-        whole, kept = source.layers[layer].keys[1], drafter._cache.layers[layer].keys[1]
+        whole, kept = source.layers[layer].keys[1], chosen.cache.layers[layer].keys[1]
         expected = naive_choice(attention[0], 8, 1, 3, whole.shape[0])
         found = columns_of(kept, whole, 40, 8)
         assert found == [sorted(columns) for columns in expected]
@@ -244,25 +247,26 @@ def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
 def test_the_view_stays_small_and_is_chosen_anew() -> None:
     """Whatever the length, a row of the view holds the budget and at most as many tokens as are to be kept besides."""
     lm = adapter("llama")
-    drafter = sparse(depth=2)
-    engine = Engine(lm, drafter)
+    chosen = view()
+    engine = Engine(lm, sparse(depth=2, view=chosen))
     (row,) = engine.add_request(PROMPTS[4], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     held = []
     while engine.has_unfinished:
         engine.step()
         if not row.is_finished and row.num_output_tokens > 1:
-            held.append(drafter._cache.lengths[0])
-            assert drafter._cache.end(0) <= engine.cache.lengths[0]
+            held.append(chosen.cache.lengths[0])
+            assert chosen.cache.end(0) <= engine.cache.lengths[0]
     assert max(held) <= 8 + 3
     assert min(held) == 8
-    assert drafter._view.num_choices >= 60 // (3 + 3)
-    assert len(drafter._cache.lengths) == len(drafter._cache.offsets) == 0
+    assert chosen.num_choices >= 60 // (3 + 3)
+    assert len(chosen.cache.lengths) == len(chosen.cache.offsets) == 0
 
 
 def test_columns_are_chosen_by_one_forward_over_the_tokens_that_vote() -> None:
     """Besides those of the target and of the drafts."""
     target = CausalLM(toy_model(64), execution="eager")
-    drafter = sparse_kv("snapkv", 3)
+    chosen = view("snapkv")
+    drafter = sparse_kv(depth=3, view=chosen)
     engine = Engine(target, drafter)
     for prompt in PROMPTS[:3]:
         engine.add_request([token % 64 for token in prompt], SamplingParams(max_tokens=20, temperature=0.0))
@@ -271,7 +275,8 @@ def test_columns_are_chosen_by_one_forward_over_the_tokens_that_vote() -> None:
         engine.step()
         assert target.num_forwards - before[0] == 1
         assert drafter.model.num_forwards - before[1] <= 3
-    assert drafter._view._voter.model.num_forwards == drafter._view.num_choices > 0
+    assert chosen.scorer is not None
+    assert chosen.scorer.model.num_forwards == chosen.num_choices > 0
 
 
 def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
@@ -307,7 +312,7 @@ def test_options_that_make_no_sense_are_refused(config: dict[str, Any], message:
 
 def test_models_with_an_attention_of_their_own_are_refused_by_name() -> None:
     lm = CausalLM(target_model("llama", "eager"), execution="eager")
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM has its own attention code.*'streaming'"):
+    with pytest.raises(UnsupportedModelError, match=r"the llama model has its own attention code.*'streaming'"):
         SnapKVScorer(lm)
     config = {"method": "sparse_kv", "kv_selector": "snapkv"}
     with pytest.raises(UnsupportedModelError, match="its own attention code"):

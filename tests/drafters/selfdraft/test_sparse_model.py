@@ -19,11 +19,12 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.drafters.compose import UnionDrafter
 from foredraft.drafters.lm.draft_model import DraftModelDrafter
 from foredraft.drafters.parts.self_draft import SelfDrafter
+from foredraft.drafters.parts.sparse_view import SparseView
 from foredraft.engine.engine import Engine, EngineConfig
 from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.cache.prefixes import PrefixStore
 from foredraft.model.cache.ragged import CacheGroup
-from foredraft.model.lm import CausalLM
+from foredraft.model.lm import CausalLM, Nodes
 from foredraft.testing import GREEDY, decode, perturbed, toy_model
 from foredraft.tree import DraftTree
 from harness import draft_adapter, first_attention, random_ids
@@ -62,9 +63,10 @@ def test_streaming_is_the_small_model_over_the_kept_keys_at_their_positions(name
 def test_snapkv_keeps_what_a_naive_reference_keeps_of_a_small_model() -> None:
     """Columns of every layer and head of rows that have moved since they were read, found again by their keys."""
     lm, model = draft_adapter("qwen2"), draft_model("qwen2", "eager")
-    drafter, texts = small(lm, "snapkv"), [random_ids(6, 6), random_ids(40, 5), random_ids(25, 7)]
+    chosen = view("snapkv")
+    drafter, texts = small(lm, view=chosen), [random_ids(6, 6), random_ids(40, 5), random_ids(25, 7)]
     drafts = started(drafter, texts)
-    CacheGroup([drafter._cache, drafter._seen]).swap(0, 2)
+    CacheGroup([drafter.cache, chosen.cache]).swap(0, 2)
     drafts[0].row.slot, drafts[2].row.slot = 2, 0
     drafts.reverse()
     drafter.open(drafts)
@@ -72,7 +74,7 @@ def test_snapkv_keeps_what_a_naive_reference_keeps_of_a_small_model() -> None:
         text = draft.row.token_ids[:-1]
         attentions = model(torch.tensor([text]), output_attentions=True).attentions
         for layer, attention in enumerate(attentions):
-            whole, kept = drafter._cache.layers[layer].keys[slot], drafter._seen.layers[layer].keys[slot]
+            whole, kept = drafter.cache.layers[layer].keys[slot], chosen.cache.layers[layer].keys[slot]
             expected = naive_choice(attention[0], 8, 1, 3, whole.shape[0])
             wanted = [sorted(columns) if len(text) > 8 else list(range(len(text))) for columns in expected]
             assert columns_of(kept, whole, len(text), min(8, len(text))) == wanted
@@ -81,15 +83,16 @@ def test_snapkv_keeps_what_a_naive_reference_keeps_of_a_small_model() -> None:
 class Watched(DraftModelDrafter):
     """Notes over how many columns its forwards run, and its own rows after every step."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, view: SparseView, **options: Any) -> None:
+        super().__init__(*args, view=view, **options)
+        self.seen = view.cache
         self.widest = 0
         self.held: list[int] = []
         forward = self.model.forward
 
         def watched(nodes: Any, cache: Any, **others: Any) -> Any:
             found = forward(nodes, cache, **others)
-            if cache is self._seen:
+            if cache is self.seen:
                 self.widest = max(self.widest, cache.window.view_length)
             return found
 
@@ -97,7 +100,7 @@ class Watched(DraftModelDrafter):
 
     def propose(self, rows: Any, budgets: Any) -> Any:
         found = super().propose(rows, budgets)
-        self.held += [self._seen.row_lengths(0, len(rows))[0]]
+        self.held += [self.seen.row_lengths(0, len(rows))[0]]
         return found
 
 
@@ -106,21 +109,23 @@ class Watched(DraftModelDrafter):
 def test_what_a_step_reads_does_not_grow_with_the_text(selector: str) -> None:
     """Over 150 tokens: forwards run over the budget, what is kept besides, and a draft; choices come seldom."""
     own = CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
-    drafter = small(own, selector, 3, cls=Watched)
+    chosen = view(selector)
+    drafter = small(own, depth=3, cls=Watched, view=chosen)
     engine = Engine(toys.target(), drafter)
     (row,) = engine.add_request(random_ids(30, 1, TOY), replace(GREEDY, max_tokens=120, ignore_eos=True))
     list(engine.run())
     assert row.stats.num_accepted_draft_tokens > 0
     assert drafter.widest <= 8 + 3 + 3 + 4
     assert max(drafter.held) <= 8 + 3 + 3 + 4
-    assert 120 // (3 + 4) <= drafter._view.num_choices <= 120 // 3
-    assert drafter._cache.num_rows == drafter._seen.num_rows == 0
+    assert 120 // (3 + 4) <= chosen.num_choices <= 120 // 3
+    assert drafter.cache.num_rows == drafter.seen.num_rows == 0
 
 
 def test_what_was_missed_is_read_in_pieces_over_the_view() -> None:
     """A drafter that was not asked for 60 tokens reads them by `kv_refresh`, and keeps all of them when it is asked."""
     own = CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
-    drafter = small(own, depth=3, cls=Watched)
+    chosen = view()
+    drafter = small(own, depth=3, cls=Watched, view=chosen)
     text = random_ids(100, 3, TOY)
     (draft,) = started(drafter, [[token % VOCAB_SIZE for token in text[:40]]])
     draft.row.token_ids[:] = text[:41]
@@ -130,13 +135,13 @@ def test_what_was_missed_is_read_in_pieces_over_the_view() -> None:
     drafter.open([draft])
     assert own.num_forwards - count == 20  # 59 unseen tokens: 19 times 3, and the last 2 with their logits
     assert drafter.widest <= 8 + 2 * 3
-    draft.row.state[drafter._view].ended(draft.row, is_kept=True)
-    assert drafter._cache.lengths == [100]
-    states = drafter._cache.export(0, 100)
+    draft.row.state[chosen].ended(draft.row, is_kept=True)
+    assert drafter.cache.lengths == [100]
+    states = drafter.cache.export(0, 100)
     assert all(pair is not None and pair[0].shape[1] == 100 for pair in states)
     pair = states[0]
     fresh = own.new_cache(1)
-    own.forward(drafter._chains([text]), fresh)
+    own.forward(Nodes.from_chains([text]), fresh)
     torch.testing.assert_close(pair[0], fresh.layers[0].keys[0, :, :100])  # keys of the first layer see no other token
 
 
@@ -178,7 +183,7 @@ def test_a_text_that_goes_on_finds_what_was_read_over_the_view() -> None:
     drafter = engine.drafter
     assert isinstance(drafter, DraftModelDrafter)
     assert again.num_cached_tokens >= 60
-    assert drafter._cache.lengths[again.slot] == len(text) - 1
+    assert drafter.cache.lengths[again.slot] == len(text) - 1
     list(engine.run())
     plain = decode(toys.target(), small(own), [(tuple(text), replace(GREEDY, max_tokens=20, ignore_eos=True))])
     assert plain.outputs["0.0"] == tuple(again.output_ids)

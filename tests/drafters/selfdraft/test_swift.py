@@ -18,7 +18,7 @@ from foredraft.errors import ConfigError, ShapeError
 from foredraft.llm import LLM
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.testing import compare, decode
-from harness import drafted
+from harness import buffers_of, drafted
 from toys import VOCAB_SIZE
 from toys import deep as target
 
@@ -64,12 +64,11 @@ def test_the_score_is_the_share_of_tokens_that_the_set_would_have_drafted() -> N
     while row.num_output_tokens < 12:
         engine.step()
     layer_set = LayerSet((1, 2), (3,), 5)
-    drafter._use(layer_set)
+    drafter.use(layer_set)
     length = engine.cache.lengths[0]
-    before = [buffer.clone() for buffer in engine.cache._buffers()]
-    score = drafter._score(row, engine.cache, 0)
-    for old, new in zip(before, engine.cache._buffers(), strict=True):
-        assert torch.equal(old[:, :, :length], new[:, :, :length])
+    before = engine.cache.export(0, length)
+    score = drafter.score(row, engine.cache, 0)
+    torch.testing.assert_close(engine.cache.export(0, length), before, atol=0, rtol=0)
     cache = lm.new_cache(1)
     lm.forward(Nodes.from_chains([row.token_ids[: length - 6]]), cache)
     cache.commit([range(length - 6)])
@@ -97,14 +96,13 @@ def searching() -> tuple[Engine, SwiftDrafter, list[Any]]:
 def test_the_search_scores_the_target_itself_as_faultless() -> None:
     """Of greedy and of sampled rows, in every place of the batch; and the cache is as it was."""
     engine, drafter, rows = searching()
-    drafter._use(LayerSet())
-    before = [buffer.clone() for buffer in engine.cache._buffers()]
+    drafter.use(LayerSet())
     lengths = list(engine.cache.lengths)
-    assert [drafter._score(row, engine.cache, slot) for slot, row in enumerate(rows)] == [1.0, 1.0]
+    before = [engine.cache.export(slot, length) for slot, length in enumerate(lengths)]
+    assert [drafter.score(row, engine.cache, slot) for slot, row in enumerate(rows)] == [1.0, 1.0]
     assert list(engine.cache.lengths) == lengths
-    for slot, length in enumerate(lengths):
-        for old, new in zip(before, engine.cache._buffers(), strict=True):
-            assert torch.equal(old[slot, :, :length], new[slot, :, :length])
+    after = [engine.cache.export(slot, length) for slot, length in enumerate(lengths)]
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
 
 
 def acceptance_rate(lm: CausalLM, layer_set: LayerSet) -> float:
@@ -228,18 +226,18 @@ def test_kept_columns_come_back_also_after_an_error() -> None:
     cache = lm.new_cache(2)
     lm.forward(Nodes.from_chains([[1, 2, 3, 4], [5, 6, 7, 8]]), cache)
     cache.commit([range(4), range(3)])
-    before = [buffer.clone() for buffer in cache._buffers()]
+    before = [buffer.clone() for buffer in buffers_of(cache)]
 
     def overwrite() -> None:
         with cache.kept(1, 1, 3):
             assert cache.lengths == [4, 1]
             lm.forward(Nodes.from_chains([[9, 9]]), cache, first_row=1)
-            assert not torch.equal(next(iter(cache._buffers())), before[0])
+            assert not torch.equal(buffers_of(cache)[0], before[0])
             raise RuntimeError("in between")
 
     with pytest.raises(RuntimeError, match="in between"):
         overwrite()
     assert cache.lengths == [4, 3]
-    assert all(torch.equal(old, new) for old, new in zip(before, cache._buffers(), strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, buffers_of(cache), strict=True))
     with pytest.raises(ShapeError, match="has 3 columns"), cache.kept(1, 1, 4):
         pass

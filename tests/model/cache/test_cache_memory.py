@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from typing import Any
 
 import pytest
 import torch
 
 from foredraft.model.cache import storage
 from foredraft.model.cache.ragged import KEPT_COLUMNS, KVCache
-from foredraft.model.cache.storage import RaggedLayer
 from foredraft.model.lm import Nodes
+from harness import buffers_of
 from toys import VOCAB_SIZE, target
 
 
@@ -86,15 +85,13 @@ def test_a_cache_shrinks_to_what_rows_have_needed_since_the_last_call() -> None:
 def test_rows_that_come_and_go_between_two_calls_move_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long row that comes again and again keeps its columns."""
     cache = filled(4, [500, 9, 20, 30])
-    allocated = list[Any]()
-    allocate = RaggedLayer._allocate
-    monkeypatch.setattr(RaggedLayer, "_allocate", staticmethod(lambda *args: allocated.append(args) or allocate(*args)))
+    held = buffers_of(cache)
     for _ in range(5):
         cache.remove(0)
         assert not cache.shrink()
         extend(cache, cache.add_rows(), 400)
         cache.swap(0, 3)
-    assert not allocated
+        assert all(now is before for now, before in zip(buffers_of(cache), held, strict=True))
 
 
 @pytest.mark.usefixtures("_held_whole")

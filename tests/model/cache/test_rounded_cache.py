@@ -19,6 +19,7 @@ from foredraft.model.nodes import Nodes
 from foredraft.native import library as native
 from foredraft.tree import DraftTree
 from harness import random_ids
+from instruction_sets import limit_to
 
 KINDS = ("bfloat16", "int8")
 PAIRS = [(torch.float32, "bfloat16"), (torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.float16, "int8")]
@@ -109,7 +110,7 @@ def test_heads_of_64_are_read_alike_by_every_instruction_set(
     widest = native.instruction_set()
     if widest is None or list(native.OPTIONS).index(instruction) < list(native.OPTIONS).index(widest):
         pytest.skip("this machine does not run it")
-    monkeypatch.setattr(native, "instruction_set", lambda: instruction)
+    limit_to(instruction, monkeypatch)
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=160, hidden_size=192, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3,

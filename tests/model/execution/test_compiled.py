@@ -18,7 +18,7 @@ from foredraft.drafters.parts.layer_set import LayerSet, skipping
 from foredraft.model import nodes as nodes_of
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.execution import compiled_layers
-from foredraft.model.execution.compiled_layers import CompiledLayer, worth_compiling
+from foredraft.model.execution.compiled_layers import worth_compiling
 from foredraft.model.execution.inductor import Segment
 from foredraft.model.execution.native_program import NativeProgram
 from foredraft.model.lm import CausalLM
@@ -26,6 +26,8 @@ from foredraft.model.nodes import Nodes, Wanted
 from foredraft.native.build import cpp_compiler
 from foredraft.native.library import library
 from foredraft.tree import DraftTree
+from fresh import forget_compiled_layers, num_compiled_layers
+from mutants import with_result
 from programs import forked
 
 pytestmark = [
@@ -63,7 +65,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process so far."""
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
+    forget_compiled_layers(monkeypatch)
 
 
 def compiled(model: PreTrainedModel, **options: Any) -> CausalLM:
@@ -91,14 +93,14 @@ def test_every_shape_of_a_step_runs_the_same_graphs(name: str, pairs: Any) -> No
     eager, compiled = pair(pairs, name)
     assert compiled.execution.num_compiled == compiled.num_layers
     assert {check.verdict for check in compiled.probe.checks} == {"right"}
-    num_graphs = len(compiled_layers._graphs)
+    num_graphs = num_compiled_layers()
     for trees in TREES:
         lengths = [9, 30, 17][: len(trees)]
         nodes = Nodes.from_trees(trees)
         want, got = (lm.forward(nodes, filled(lm, lengths)) for lm in (eager, compiled))
         for row, tree in enumerate(trees):
             assert error(got[row, : len(tree)], want[row, : len(tree)]) < 2e-5
-    assert len(compiled_layers._graphs) == num_graphs
+    assert num_compiled_layers() == num_graphs
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -169,10 +171,8 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
     assert seen
 
 
-@pytest.mark.usefixtures("_nothing_compiled")
 def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = CompiledLayer._attend
-    monkeypatch.setattr(CompiledLayer, "_attend", lambda self, *given: run(self, *given) * 1.1)
+    with_result(compiled_layers, "grouped_sdpa", lambda found, _: (found[0] * 1.1, found[1]))(monkeypatch)
     lm = compiled(build("llama"), probe=False)
     assert lm.execution.num_compiled == 0
     assert "differs from its modules" in lm.execution.describe()

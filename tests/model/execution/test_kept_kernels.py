@@ -20,6 +20,7 @@ from foredraft.model.execution import compiled_layers, inductor
 from foredraft.model.execution.inductor import LISTING, folder_name, whole
 from foredraft.model.lm import CausalLM
 from foredraft.native import build as compiling
+from fresh import forget_compiled_layers
 
 
 def leave(folder: Path, **files: str) -> None:
@@ -114,7 +115,6 @@ needs_a_compiler = pytest.mark.skipif(compiling.cpp_compiler() is None, reason="
 def test_layers_are_compiled_inside_of_such_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To load half of a library killed the process, and an empty one left the layers uncompiled at every start."""
     monkeypatch.setattr(compiled_layers, "cache_folder", tmp_path.joinpath)
-    monkeypatch.setattr(compiled_layers, "_graphs", {})
     leave(kept := tmp_path / "inductor" / folder_name(), one="library", two="library")
     seen = []
 
@@ -127,7 +127,7 @@ def test_layers_are_compiled_inside_of_such_a_folder(tmp_path: Path, monkeypatch
     for text in ("library", "lib", ""):
         if (kept / "deep").exists():
             (kept / "deep" / "one").write_text(text)
-        compiled_layers._graphs.clear()
+        forget_compiled_layers(monkeypatch)
         CausalLM(model, execution="compiled", probe=False).execution.make_ready()
         assert "three" in left(kept)
     assert seen == [(kept, ["one", "two"]), (kept, []), (kept, [])]

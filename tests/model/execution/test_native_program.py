@@ -27,6 +27,7 @@ from foredraft.model.nodes import Nodes, Wanted
 from foredraft.native import abi
 from foredraft.native import library as native
 from foredraft.tree import DraftTree
+from fresh import forget_programs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
@@ -334,8 +335,7 @@ def test_a_program_that_computes_something_else_is_not_taken(
 ) -> None:
     """Nor is it stored. The control: without the fault the same model has one."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(tracing, "_programs", {})
-    monkeypatch.setattr(ends, "_forms", {})
+    forget_programs(monkeypatch)
     if fault == "a code":
         monkeypatch.setitem(abi.CODES, "rsqrt", abi.CODES["sqrt"])
     elif fault == "an input":
@@ -355,8 +355,7 @@ def test_a_program_that_computes_something_else_is_not_taken(
     assert lm.execution.program is None
     assert not [*tmp_path.glob("programs/*")]
     monkeypatch.undo()
-    monkeypatch.setattr(tracing, "_programs", {})
-    monkeypatch.setattr(ends, "_forms", {})
+    forget_programs(monkeypatch)
     assert recorded(llama())
 
 

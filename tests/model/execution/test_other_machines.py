@@ -13,15 +13,15 @@ import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.model.execution import packing
-from foredraft.native import library as native
 from foredraft.testing import toy_model
+from instruction_sets import limit_to
 from programs import printed
 
 
 @pytest.fixture(params=["aarch64", "arm64"])
 def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(packing.platform, "machine", lambda: request.param)
-    monkeypatch.setattr(native, "instruction_set", lambda: None)
+    limit_to(None, monkeypatch)
     return str(request.param)
 
 

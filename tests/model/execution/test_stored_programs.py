@@ -13,20 +13,15 @@ from foredraft.model.execution import ends, tracing
 from foredraft.model.execution.stored_programs import digest_of
 from foredraft.model.lm import CausalLM
 from foredraft.model.nodes import Nodes
+from fresh import forget_programs
 
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    start_anew(monkeypatch)
+    forget_programs(monkeypatch)
     return tmp_path / "programs"
-
-
-def start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what this process has traced, as a new process does."""
-    monkeypatch.setattr(tracing, "_programs", {})
-    monkeypatch.setattr(ends, "_forms", {})
 
 
 def loaded(name: str, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -44,7 +39,7 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it is traced")
 
     monkeypatch.setattr(tracing.Tracer, "program", refused)
-    monkeypatch.setattr(ends._Tracer, "form", refused)
+    monkeypatch.setattr(ends.EndsTracer, "form", refused)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "phi", "olmo2"])
@@ -54,7 +49,7 @@ def test_a_program_that_was_read_has_the_bits_of_the_traced_one(
 ) -> None:
     expected = logits(loaded(name))
     assert len([*folder.iterdir()]) >= 2
-    start_anew(monkeypatch)
+    forget_programs(monkeypatch)
     no_trace(monkeypatch)
     lm = loaded(name)
     assert lm.execution.program is not None
@@ -66,9 +61,9 @@ def test_damaged_files_are_traced_again(folder: Path, monkeypatch: pytest.Monkey
     loaded("llama")
     for number, file in enumerate(sorted(folder.iterdir())):
         file.write_bytes(file.read_bytes()[: 100 * number])
-    start_anew(monkeypatch)
+    forget_programs(monkeypatch)
     assert loaded("llama").execution.program is not None
-    start_anew(monkeypatch)
+    forget_programs(monkeypatch)
     no_trace(monkeypatch)
     assert loaded("llama").execution.program is not None
 

@@ -87,6 +87,7 @@ EMU I16 e_cvtepi8_epi32(__m128i a) { int8_t b[16]; memcpy(b, &a, 16); I16 r; EAC
 EMU __m128i e_cvtepi32_epi8(I16 a) { uint8_t b[16]; EACH(16) b[i] = (uint8_t)a[i]; __m128i r; memcpy(&r, b, 16); return r; }
 EMU I16 e_dpwssd(I16 s, H32 a, H32 b) { EACH(32) s[i / 2] += (int16_t)a[i] * (int16_t)b[i]; return s; }
 EMU I16 e_dpbusd(I16 s, I16 a, I16 b) { EACH(64) s[i / 4] += ((uint8_t*)&a)[i] * ((int8_t*)&b)[i]; return s; }
+EMU H32 e_maddubs(I16 a, I16 b) { H32 r; EACH(32) { int s = 0; for (int j = 2 * i; j < 2 * i + 2; ++j) s += ((uint8_t*)&a)[j] * ((int8_t*)&b)[j]; r[i] = (uint16_t)(s > 32767 ? 32767 : s < -32768 ? -32768 : s); } return r; }
 EMU int32_t e_reduce_add_epi32(I16 a) { int32_t r = 0; EACH(16) r += a[i]; return r; }
 struct EmuInts { I16 v; };
 EMU I16 e_setr(int a,int b,int c,int d,int e,int f,int g,int h,int i,int j,int k,int l,int m,int n,int o,int p) { return I16{a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p}; }
@@ -119,6 +120,7 @@ template <typename... T> EMU H32 e_set16(T... v) { const int16_t all[] = {(int16
 #define _mm512_cvtepi32_epi8(a) e_cvtepi32_epi8((I16)(a))
 #define _mm512_set1_epi8(x) ((__m512i)e_set1_epi32(0x01010101 * (x)))
 #define _mm512_madd_epi16(a, b) ((__m512i)e_dpwssd(I16{}, (H32)(a), (H32)(b)))
+#define _mm512_maddubs_epi16(a, b) ((__m512i)e_maddubs((I16)(a), (I16)(b)))
 #define _mm512_dpwssd_epi32(s, a, b) ((__m512i)e_dpwssd((I16)(s), (H32)(a), (H32)(b)))
 #define _mm512_dpbusd_epi32(s, a, b) ((__m512i)e_dpbusd((I16)(s), (I16)(a), (I16)(b)))
 #define _mm512_mullo_epi32(a, b) ((__m512i)((U16)(a) * (U16)(b)))

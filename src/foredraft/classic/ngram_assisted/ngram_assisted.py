@@ -49,7 +49,7 @@ def ngram_assisted_speculative_generate(
 
     Args:
       inputs: token ids of one prompt; its n-grams are added to the storage.
-      ngramstorage: any `INgramStorage`; it keeps what it learns until ``reset`` is called.
+      ngramstorage: any `INgramStorage`. The storage keeps its n-grams until ``reset`` is called.
       target: a `transformers` causal LM, or any module; see `speculative_generate`.
       tokenizer: tokenizer for ``debug``; None prints ids.
       gamma: tokens per draft.
@@ -63,7 +63,8 @@ def ngram_assisted_speculative_generate(
 
     Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 if nothing was drafted).
     Raises: the errors of `speculative_generate`; TreeError for a drafted token outside the vocabulary.
-    Exactness: lossless for any storage: a drafted token is accepted if it equals the one that the processor samples.
+    Exactness: lossless for any storage, because a drafted token is accepted only if it equals the token that the
+      processor samples.
     Randomness: torch's global generator, for the processor's ``sample`` and the storage's tokens for unknown contexts.
     """
     check_least("gamma", gamma, 0)
@@ -151,7 +152,8 @@ class StorageProposer:
         return token
 
     def observe(self, text: Sequence[int], target_probs: Sequence[Tensor]) -> None:
-        """Count every new token, and then the other likely tokens at its position, so that their counts do not tie."""
+        """Count every new token, and after it the other likely tokens of the same position, so that their counts do not
+        tie."""
         first = len(text) - len(target_probs)
         for place, probs in enumerate(target_probs, first):
             self._ids[0, place] = text[place]

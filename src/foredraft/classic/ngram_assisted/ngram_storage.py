@@ -21,12 +21,12 @@ Gram = tuple[int, ...]
 Counts = dict[Gram, dict[int, float]]
 """Context -> token -> how often it followed or was likely to. Fillers may have a fractional weight."""
 Best = dict[Gram, int]
-"""Context -> the token with the highest count; among equals the one that reached it first."""
+"""Context -> the token with the highest count. Among equal counts, the token that reached the count first."""
 
 
 class NgramOrderError(ConfigError, AssertionError):
-    """n below 2. It is an AssertionError as well, because the description asserts n, and programs may expect that
-    error."""
+    """n below 2. The error is also an AssertionError, because the original modules assert n, and programs may expect
+    that error."""
 
 
 class INgramStorage(ABC):
@@ -54,15 +54,15 @@ class INgramStorage(ABC):
 
         Args:
           input_ids: int64 (batch, T).
-        Returns: tokens int64 (batch, 1), and bool (batch, 1), True if the context is known. Otherwise the token is
-        random.
+        Returns: tokens int64 (batch, 1), and bool (batch, 1), True if the context is known. For an unknown context, the
+          token is random.
         Randomness: torch's global generator, for unknown contexts only.
         """
 
     def has_gram(self, ngram: Tensor) -> bool:
         """Return whether an n-gram, (n,) with its predicted token last, is stored.
 
-        Generation never calls it, so subclasses need not define it.
+        Generation never calls `has_gram`, so subclasses need not define it.
         """
         raise ConfigError(f"{type(self).__name__} has no has_gram; define it to look up n-grams")
 
@@ -76,7 +76,7 @@ class INgramStorage(ABC):
         """
 
     def fill(self, input_ids: Tensor, next_tokens: Tensor, weight: float = 1.0) -> None:
-        """Count the target's likely tokens. By default it calls `update`, which counts 1 each.
+        """Count the target's likely tokens. By default `fill` calls `update`, which counts 1 each.
 
         Raises: ConfigError for another weight, unless a subclass overrides this method.
         """
@@ -89,10 +89,10 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def initialize(self, input_ids: Tensor) -> None:
-        """Count every n-gram of a text (batch, T). Earlier counts stay; `reset` clears them."""
+        """Count every n-gram of a text (batch, T). Earlier counts are kept; `reset` clears them."""
 
     def reset(self) -> None:
-        """Clear the storage. Generation never calls it, so subclasses need not define it."""
+        """Clear the storage. Generation never calls `reset`, so subclasses need not define it."""
         raise ConfigError(f"{type(self).__name__} has no reset; define it, or create a new storage")
 
 

@@ -29,7 +29,7 @@ class Beam:
 
     Args:
       score: log-probability; divided by the length penalty once the beam has ended.
-      tokens: tokens generated so far.
+      tokens: generated tokens.
       parent: cache row with all of these tokens but the last.
     """
 
@@ -41,8 +41,9 @@ class Beam:
 class BeamSearch:
     """Beam search over the ``num_beams`` most likely running outputs, and as many that have ended.
 
-    An output ends with an EOS token or at the length limit. It counts only if it is among the best ``num_beams`` of its
-    step, as in transformers. The search ends when no running output can beat the best one that has ended.
+    An output ends with an EOS token or at the length limit. An ended output counts only if it is among the best
+    ``num_beams`` of its step, as in transformers. The search ends when no running output can beat the best one that has
+    ended.
 
     The engine does not support beam search and refuses it by name, because beams are not drafts.
 
@@ -78,7 +79,7 @@ class BeamSearch:
 
     @property
     def best(self) -> tuple[int, ...]:
-        """The most likely output that has ended; empty if there is none."""
+        """The most likely ended output; empty if no output has ended."""
         return self.finished[0].tokens if self.finished else ()
 
     def penalty(self, length: int) -> float:
@@ -122,7 +123,7 @@ class BeamSearch:
         ]
 
     def _select(self, candidates: list[Beam]) -> None:
-        """Divide candidates into those that continue and those that have ended."""
+        """Divide candidates into running and ended outputs."""
         is_last = self.length == self._longest
         eos = self._request.eos_token_ids
         ended = [is_last or beam.tokens[-1] in eos for beam in candidates]
@@ -160,7 +161,7 @@ def autoregressive_generate(
         token ids (B, T).
       max_gen_len: largest number of tokens to generate; the model's context may end the output earlier.
       logits_processor: processor that converts logits to probabilities and samples from them.
-      eos_tokens_id: id or ids that end the output, [] or -1 for none; the EOS token is part of the output.
+      eos_tokens_id: id or ids that end the output; [] or -1 for none. The EOS token is part of the output.
       pad_token_id: ignored, because nothing is padded.
       use_cache: True to keep keys and values from step to step; False to read the whole text every time.
       debug: True to print every step, with token ids.
@@ -168,7 +169,8 @@ def autoregressive_generate(
     Returns: the generated ids, without the prompt.
     Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError; NumericsError and ShapeError for
       invalid output of the model or the processor.
-    Exactness: this is plain decoding. Both values of ``use_cache`` give the same tokens, up to near-ties in half
+    Exactness: the function is plain decoding. Both values of ``use_cache`` give the same tokens, up to near-ties in
+      half
     precision.
     Randomness: torch's global generator, through the processor's ``sample``.
     """
@@ -214,7 +216,7 @@ def beam_search_generate(
 
     Returns: the ids of the best output, without the prompt.
     Raises: the errors of `autoregressive_generate`.
-    Exactness: with ``alpha=0`` and ``top_k >= 2 * num_beams`` the output is that of transformers' beam search.
+    Exactness: with ``alpha=0`` and ``top_k >= 2 * num_beams`` the output equals that of transformers' beam search.
     Randomness: none.
     """
     check_least("num_beams", num_beams, 1)

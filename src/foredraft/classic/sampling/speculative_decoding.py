@@ -30,7 +30,7 @@ def max_fn(x: Tensor) -> Tensor:
     """Return norm(max(x, 0)) over the last dimension. For x = p - q it is the distribution of the token after a
     rejection.
 
-    Rows without a positive entry become zeros instead of NaN. There p equals q, and nothing is ever rejected.
+    Rows without a positive entry become zeros instead of NaN. In such rows p equals q, and nothing is ever rejected.
     """
     positive = x.clamp(min=0)
     total = positive.sum(dim=-1, keepdim=True)
@@ -66,7 +66,7 @@ def speculative_generate(
     Args:
       inputs: token ids of one prompt.
       drafter, target: `transformers` causal LMs with one tokenizer, or any modules that return logits (B, T, V), or an
-        object with ``.logits``, for token ids (B, T). Their vocabularies may be padded differently.
+        object with ``.logits``, for token ids (B, T). The vocabularies of drafter and target may be padded differently.
       tokenizer: tokenizer for ``debug``; None prints ids.
       gamma: tokens per draft.
       use_egag: True to choose the draft length in every step by the entropy of the drafter's distribution.
@@ -74,19 +74,19 @@ def speculative_generate(
         past.
       logits_processor: processor that converts the logits of both models to probabilities and samples from them.
       max_gen_len: largest number of tokens to generate; the target's context may end the output earlier.
-      eos_tokens_id: id or ids that end the output, [] or -1 for none; the EOS token is part of the output.
+      eos_tokens_id: id or ids that end the output; [] or -1 for none. The EOS token is part of the output.
       pad_token_id: ignored, because nothing is padded.
       use_cache: True to keep keys and values from step to step; False to read the whole text every time.
       skip_sample_adjustment: True to draw from the target's distribution after a rejection instead of the residual.
-        This is lossy and gives a warning.
+        Sampling from the target's distribution is lossy and gives a warning.
       first_target: True to emit the first token without a draft.
       debug: True to print every step.
 
     Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 if nothing was drafted).
     Raises: PromptError, ContextLengthError, ConfigError, UnsupportedModelError, TokenizerMismatchError; NumericsError
       and ShapeError for invalid output of a model or the processor.
-    Exactness: lossless: the output has the distribution of `autoregressive_generate` with the same processor, and
-      equals it if the processor is greedy. With ``skip_sample_adjustment`` it is lossy.
+    Exactness: lossless. The output has the distribution of `autoregressive_generate` with the same processor. With a
+      greedy processor the output is the same, too. With ``skip_sample_adjustment`` the function is lossy.
     Randomness: torch's global generator, through the processor's ``sample`` for drafts and final tokens, and
       ``torch.rand`` for the acceptance tests.
     """
@@ -130,8 +130,8 @@ class ModelProposer:
       sampler: the user's processor.
       target: target model, which determines the vocabulary and device of the distributions.
       gamma: tokens per draft without ``egag``.
-      egag: policy that chooses the length by the entropy of the drafter's distribution, at the processor's temperature
-        and before its filter.
+      egag: policy that chooses the draft length by the entropy of the drafter's distribution. The entropy is taken at
+        the processor's temperature and before its filter.
     """
 
     def __init__(

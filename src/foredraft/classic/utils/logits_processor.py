@@ -30,8 +30,8 @@ def draws_from_probs(sample: Method) -> Method:
     """Mark a ``sample`` method that samples from exactly the probabilities that it gets.
 
     Speculative decoding may then use the rejection rule. For any other ``sample`` (an argmax, or a rule of the user),
-    drafts are compared with its result. This is exact for any rule, but accepts less. An override of a marked method is
-    not marked.
+    drafts are compared with its result. Comparison is exact for any rule, but accepts less. An override of a marked
+    method is not marked.
     """
     sample.draws_from_probs = True  # type: ignore[attr-defined]
     return sample
@@ -118,7 +118,7 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """A sample of the smallest set of most likely tokens whose probability exceeds ``top_p``.
+    """Processor that samples from the smallest set of most likely tokens whose probability exceeds ``top_p``.
 
     Source: Holtzman et al. 2019, arXiv:1904.09751. The set is determined before the temperature is applied.
 

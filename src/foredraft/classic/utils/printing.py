@@ -1,4 +1,4 @@
-"""Debug output: what every step drafted, accepted and sampled, printed with ``debug=True``."""
+"""Debug output for ``debug=True``: the drafted, accepted and sampled tokens of every step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe(step: Step, output: Sequence[int], tokenizer: Any = None, title: st
     Positions are counted from 1, so a draft after 10 tokens starts at [11].
 
     Args:
-      output: all tokens generated so far.
+      output: all generated tokens.
       tokenizer: object with ``decode``; None shows ids.
     """
     entropy = "" if step.normalised_entropy is None else f", Entropy: {step.normalised_entropy:.3f}"
@@ -120,7 +120,7 @@ def beam_search_step(
     finished: Sequence[tuple[float, Sequence[int]]],
     tokenizer: Any = None,
 ) -> None:
-    """Print the beams: score and tokens of those that continue and of those that have ended."""
+    """Print the running and the ended beams, with their scores and tokens."""
     lines = [
         f"  ({score:.3f}) {_text(tokens, tokenizer)}{end}"
         for beams, end in ((running, ""), (finished, " (finished)"))

@@ -1,9 +1,9 @@
 """Drafting with EAGLE, EAGLE-2 and EAGLE-3: a head that is fed its own predictions of the target's features.
 
-A head of generation 1 extrapolates the last hidden state, and a head of generation 3 fuses three layers. The
-checkpoint determines the generation. The methods ``eagle`` and ``eagle2`` use a head of generation 1, the former in a
-static tree and the latter in a tree that grows where the head is confident. ``eagle3`` grows trees with a head of
-generation 3."""
+A head of generation 1 extrapolates the last hidden state, and a head of generation 3 fuses three layers. The checkpoint
+determines the generation. The methods ``eagle`` and ``eagle2`` use a head of generation 1. ``eagle`` drafts a static
+tree, and ``eagle2`` a tree that grows where the head is confident. ``eagle3`` grows trees with a head of generation
+3."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from foredraft.native import library as kernels_of
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """Probability that the candidate of each rank is right at each depth, for the default tree.
 
-The first ranks are about those of the published heads, which lose little from depth to depth. The others are assumed.
+The accuracies of the first ranks are about those of the published heads, which fall little from depth to depth. The
+other ranks are assumed.
 """
 
 MAX_DEPTH = 64
@@ -52,7 +53,8 @@ MOST_GROWN = 16
 
 SMALL_BYTES = 20e6
 """Largest size of a head that stays in the CPU's caches. Larger heads run for all rows together, level by level. With a
-head of 10 MB, 8 rows took half as long one by one; with a head of 40 MB, 2 rows took a fifth longer."""
+head of 10 MB, 8 rows took half as long one after the other as together. With a head of 40 MB, 2 rows took a fifth
+longer."""
 
 PUBLISHED: dict[tuple[int, int, int], dict[int, tuple[str, ...]]] = {
     (4096, 32, 32000): {1: ("yuhuili/EAGLE-Vicuna-7B-v1.3", "yuhuili/EAGLE-llama2-chat-7B")},
@@ -93,7 +95,8 @@ class EagleDrafter(HeadDrafter):
 
     The head has its own cache, which between steps has one entry per committed token of a row. Entry t is computed
     from the target's feature after token t and from token t + 1. Entries from the head's own predictions are never
-    kept: drafted nodes are fed behind the entries while a draft grows, and then rolled back. If the head runs in the
+    kept: drafted nodes are written after the entries while a draft grows, and are then rolled back. If the head runs in
+      the
     library's native kernels, the entries of a step are deferred to the next draft. The kernels run calls with few
     nodes, and PyTorch modules run the others. Heads in float32 always use the kernels, because their modules would
     store keys in another dtype.
@@ -125,7 +128,7 @@ class EagleDrafter(HeadDrafter):
         self._own_output = head.lm_head if head.lm_head is not None else output
         self._names = None if kept is None or kept.is_full else kept.target_ids.contiguous()
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
-        self.native = int8_head(head, target, self._output_layer)
+        self.native = int8_head(head, target, self.output_layer)
         self._is_alone = head.dtype == torch.float32
         self.cache = ragged.KVCache(head.shape.num_layers, device=target.device)
         self._nodes_fed: FedNodes  # while drafts grow
@@ -210,7 +213,7 @@ class EagleDrafter(HeadDrafter):
         Args:
           native: head in the kernels.
           slots: slots of the rows.
-          chains: per row, its next tokens; empty for rows in between.
+          chains: the next tokens of each row; empty for rows between the rows that draft.
           streams: per row with tokens, (n, streams * H of the target).
 
         Yields: slots, and outputs (H,) of the newest entries.
@@ -339,11 +342,12 @@ class EagleDrafter(HeadDrafter):
         if (native := self._kernels_for(outputs.shape[:-1].numel())) is not None:
             return native.logits(outputs)
         with torch.inference_mode():
-            found: torch.Tensor = self._output_layer(self.head.before_output(outputs.to(self.head.dtype)))
+            found: torch.Tensor = self.output_layer(self.head.before_output(outputs.to(self.head.dtype)))
         return found
 
     @property
-    def _output_layer(self) -> torch.nn.Module:
+    def output_layer(self) -> torch.nn.Module:
+        """Layer that turns outputs into logits: the head's own, or the target's."""
         own = self._own_output
         layer: torch.nn.Module = self._target.shadow.get_output_embeddings() if own is None else own
         return layer
@@ -407,8 +411,8 @@ class EagleDrafter(HeadDrafter):
 def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> Int8Head | None:
     """Return the head for the native kernels, or None if it runs as a PyTorch module.
 
-    Heads that were made in memory run as modules, because their weights may still change. So do heads of eager
-    targets.
+    Heads that were made in memory run as modules, because their weights may still change. Heads of eager targets run as
+    modules, too.
     """
     if target.execution.kind == "eager" or not is_frozen(head) or target.device.type != "cpu":
         return None

@@ -25,7 +25,7 @@ DEFAULT_NODES = {"float32": 8, "half": 16, "accelerator": 64}
 """Default number of nodes of a tree, root included: as many as are cheap to verify.
 
 On a CPU, a forward pass over 16 tokens takes 1.1 to 1.5 times as long as one over a single token, and a forward pass
-over 64 tokens two to three times as long; see docs/methods/token_recycling.md.
+over 64 tokens takes two to three times as long (docs/methods/token_recycling.md).
 """
 
 

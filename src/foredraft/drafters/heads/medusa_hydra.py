@@ -40,7 +40,7 @@ MEDUSA_ACCURACIES = [
 """Probability that the candidate of each rank is right, by head.
 
 The first ranks and the sum of the first five ranks of head 0 are from the published training log of Medusa v0.1
-(Vicuna-7B). The others are assumed to decrease in the same way.
+(Vicuna-7B). The accuracies of other ranks and heads are assumed to decrease in the same way.
 """
 
 HYDRA_ACCURACIES = [
@@ -69,9 +69,9 @@ class MultiHeadDrafter(HeadDrafter):
     """Drafter of a static tree from heads that each guess one of the next tokens.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774); Hydra (Ankner et al. 2024, arXiv:2402.05109), with its prefix
-    layer for Hydra++ heads. Deviations: heads run on the last accepted node alone, not on all nodes of the tree; paths
-    are followed from parent to child, without padding; in sampled rows the candidates are drawn with the target's own
-    noise, which preserves the target's distribution and tokens; the prefix layer has a cache of its own.
+      layer for Hydra++ heads. Deviations: heads run on the last accepted node alone, not on all nodes of the tree.
+      Paths are followed from parent to child, without padding. In sampled rows the candidates are drawn with the
+      target's own noise, which preserves the target's distribution and tokens. The prefix layer has its own cache.
 
     Args:
       heads: heads on the device of the target; see `MedusaHeads` and `HydraHeads`.
@@ -80,8 +80,9 @@ class MultiHeadDrafter(HeadDrafter):
 
     Exactness: lossless for any heads, except for acceptance="typical".
     Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
-    Cost: one pass over as many heads as the tree has levels, for all rows together: all heads at once (Medusa), or one
-    head per level for the nodes of all rows (Hydra). With a prefix layer, that layer runs once over all tokens, and
+    Cost: one pass over as many heads as the tree has levels, for all rows together. Medusa runs all heads at once.
+      Hydra runs one head per level, for the nodes of all rows. With a prefix layer, that layer runs once over all
+      tokens, and
     its keys and values are stored.
     """
 
@@ -182,7 +183,7 @@ class MultiHeadDrafter(HeadDrafter):
         return self.expand(drafts)
 
     def expand(self, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Return the logits of this level's head after every node, given the path to the node."""
+        """Return the logits of the head of this level after every node, given the path to the node."""
         nodes = [(i, draft, node) for i, draft in enumerate(drafts) for node in draft.frontier]
         above = [self._number_of[i][draft.parents[node]] for i, draft, node in nodes]
         tokens = torch.tensor([draft.tokens[node] for _, draft, node in nodes], device=self._inputs.device)

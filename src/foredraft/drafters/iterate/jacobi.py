@@ -43,8 +43,8 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
     """Drafter of a chain of guesses; each step replaces a guess by the target's choice after the guesses before it.
 
     Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427; Song et al. 2021, arXiv:2002.03629). Deviations:
-    the block slides, so that it never waits for its last tokens; a guess is replaced by the choice of the row's noise
-    at that position, not by the argmax, so that the guesses converge to sampled text, too.
+      the block slides, so that it never waits for its last tokens. A guess is replaced by the choice of the row's noise
+      at that position, not by the argmax, so that the guesses converge to sampled text, too.
 
     Args:
       options: keys of the method.
@@ -55,7 +55,7 @@ class JacobiDrafter(PlannedDrafter["Guesses"]):
     Exactness: lossless for any acceptance rule that takes deterministic drafts. A block of m guesses takes at most m
     steps, since each step makes at least one more token final.
     Randomness: initial guesses of "prompt" and "random" use the row's seed, independent of all numbers that decide
-    emitted tokens. Those of "random" are a function of seed and position.
+      emitted tokens. Guesses of "random" are a function of seed and position.
     Cost: O(block) per step, independent of the context length.
     """
 

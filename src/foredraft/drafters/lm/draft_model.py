@@ -1,4 +1,4 @@
-"""Drafting with a smaller causal language model, in chains or trees, batched, with a cache of its own."""
+"""Drafting with a smaller causal language model in chains or trees, for several rows at once and with its own cache."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class DraftModelDrafter(Drafter):
       target_vocab_size: vocabulary size of the target.
       num_speculative_tokens: K, the depth of the draft if no policy is given.
       policy: length policy.
-      view: selected columns of the drafter's cache. With a view, the drafter attends only to these columns when it
-        drafts and when it reads accepted tokens, so that the cost of a step does not grow with the context. Prompts
-        are read with attention to all columns. Keys of later tokens are those computed over the view.
+      view: selected columns of the drafter's cache. With a view, the drafter attends only to these columns, both when
+        it drafts and when it reads accepted tokens. The cost of a step then does not grow with the context. Prompts are
+        read with attention to all columns. Keys of later tokens are those computed over the view.
       name: name of the method.
       growth: further arguments of `Growth`.
 
@@ -58,6 +58,8 @@ class DraftModelDrafter(Drafter):
     """
 
     facts = DrafterFacts(DraftModelOptions.method, drafts_from_text=True)
+    cache: KVCache
+    """All keys and values of the draft model, one row per slot."""
 
     def __init__(
         self,
@@ -76,9 +78,9 @@ class DraftModelDrafter(Drafter):
         )
         self.growth.takes_trees = model.supports_trees
         self.model = model
-        self._cache = model.new_cache()
+        self.cache = model.new_cache()
         self._view = view
-        self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # cache for drafting
+        self._seen: KVCache = self.cache if view is None else view.bind(model, self.cache)  # cache for drafting
         self._fed: FedNodes | None = None  # while drafts grow
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class DraftModelDrafter(Drafter):
         """Return the needs: prompts in chunks. Each chunk is fed when the target has read it, so no step waits for a
         whole prompt.
         """
-        caches = [DraftCache(self._cache, self._column_bytes, writer=lambda: (self.model, self.model.num_changes))]
+        caches = [DraftCache(self.cache, self._column_bytes, writer=lambda: (self.model, self.model.num_changes))]
         if self._view is not None:
             caches.append(self._view.own_cache(self._column_bytes))
         return Needs(prompts=True, partial_prompts=True, caches=tuple(caches))
@@ -99,7 +101,7 @@ class DraftModelDrafter(Drafter):
         """Feed the next tokens of prompts; the last chunk feeds all missing tokens."""
         texts = {}
         for row, chunk in zip(rows, chunks, strict=True):
-            first, end = self._cache.lengths[row.slot], chunk.start + chunk.num_tokens
+            first, end = self.cache.lengths[row.slot], chunk.start + chunk.num_tokens
             if not chunk.is_last:
                 end = min(end, first + chunk.num_tokens)
             elif self._view is not None:
@@ -117,8 +119,8 @@ class DraftModelDrafter(Drafter):
             several = [texts[slot] for slot in slots]
             for start in range(0, max(map(len, several)), PREFILL_CHUNK):
                 chunks = [text[start : start + PREFILL_CHUNK] for text in several]
-                self.model.forward(self._chains(chunks), self._cache, first_row=slots[0], keep=slice(0, 0))
-                self._cache.commit([range(len(chunk)) for chunk in chunks], slots[0])
+                self.model.forward(self._chains(chunks), self.cache, first_row=slots[0], keep=slice(0, 0))
+                self.cache.commit([range(len(chunk)) for chunk in chunks], slots[0])
 
     def _chains(self, chains: Sequence[Sequence[int]]) -> Nodes:
         """Return chains of nodes, with tokens clamped to the drafter's vocabulary."""
@@ -159,10 +161,10 @@ class DraftModelDrafter(Drafter):
         if depths is None or max(depths) < 1 or slots[-1] - slots[0] >= len(slots):
             return False
         chains = self._unseen(drafts)
-        found = self.model.chains(chains, self._cache, depths, *self.growth.columns, first_row=slots[0])
+        found = self.model.chains(chains, self.cache, depths, *self.growth.columns, first_row=slots[0])
         if found is None:
             return False
-        self._cache.commit(list(map(range, map(len, chains))), slots[0])
+        self.cache.commit(list(map(range, map(len, chains))), slots[0])
         for draft, tokens in zip(drafts, found, strict=True):
             # the last token was not fed, because its successor is not drafted
             draft.column_of.update(zip(range(1, len(tokens)), range(len(tokens)), strict=False))
@@ -186,7 +188,7 @@ class DraftModelDrafter(Drafter):
 
     def _unseen(self, drafts: Sequence[GrowingDraft]) -> list[list[int]]:
         """Return the tokens of every row that are still to be fed; the beginning of a long remainder is fed here."""
-        lengths = self._cache.lengths
+        lengths = self.cache.lengths
         self._feed(
             {
                 draft.row.slot: draft.row.token_ids[lengths[draft.row.slot] : -1]

@@ -24,13 +24,13 @@ from foredraft.tree import DraftTree
 
 
 class NasdDrafter(PlannedDrafter["_Counted"]):
-    """Drafter that repeatedly appends the most frequent successor of the last tokens, counted in the row so far.
+    """Drafter that repeatedly appends the most frequent successor of the last tokens, as counted in the row.
 
     Source: n-gram assisted speculative decoding (romsto/Speculative-Decoding; the text-only case is ANPD, Ou et al.
     2024, arXiv:2404.08698). Deviations: dev/deviations.md.
 
     A tree has at most ``num_draft_branches`` * depth drafted nodes, the likeliest paths first. A shared storage lives
-    until `reset`. Its state file is read when it exists, and written when the last running row has ended.
+    until `reset`. The state file is read when it exists, and written when the last running row has ended.
 
     Args:
       options: keys of the method.
@@ -40,9 +40,9 @@ class NasdDrafter(PlannedDrafter["_Counted"]):
 
     Raises: ConfigError if ``vocab_size`` is missing; CheckpointError or ConfigError for a state file that cannot be
     written or does not match the options.
-    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: for unknown="random" the
-    draft stream of the row's seed, keyed by position, independent of all numbers that decide emitted tokens; otherwise
-    none.
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none, except for
+      unknown="random". Randomness of "random": the draft stream of the row's seed, keyed by position and independent of
+      all numbers that decide emitted tokens.
     Cost: dictionary operations per new token and per drafted node, independent of the context length.
     """
 

@@ -18,12 +18,13 @@ _MAX_OCCURRENCES = 32  # per n-gram and step, so that a row of one repeated toke
 
 
 class NGramDrafter(PlannedDrafter["SuffixIndex"]):
-    """Drafter that copies from the row's own prompt and output, after the longest suffix that has occurred before.
+    """Drafter that copies the continuation of an earlier occurrence of the row's last tokens. The drafter takes the
+    longest suffix that occurs earlier in the prompt or output.
 
     Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in transformers and
-    vLLM. Deviations: the latest occurrence comes first by default; a continuation that reaches the end of the row
-    continues with its own copy, so that text of period P goes on with period P; several continuations may be merged
-    into one tree.
+      vLLM. Deviations: the latest occurrence comes first by default. A continuation that reaches the end of the row
+      goes on with its own copy, so that text of period P continues with period P. Several continuations may be merged
+      into one tree.
 
     Args:
       options: keys of the method.
@@ -59,7 +60,7 @@ class NGramDrafter(PlannedDrafter["SuffixIndex"]):
 class SuffixIndex:
     """End positions of all n-grams of a growing token sequence, for n in ``orders``.
 
-    An n-gram is indexed once its next token is known, so the end of the sequence never matches itself.
+    An n-gram is indexed when its next token is known, so the end of the sequence never matches itself.
 
     Args:
       orders: n-gram sizes to index.
@@ -76,7 +77,7 @@ class SuffixIndex:
         self._num_tokens = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index the tokens that are new since the last call."""
+        """Index the tokens that were added since the last call."""
         for end in range(max(self._num_tokens, 1), len(tokens)):
             for order, ends in self._ends.items():
                 if order <= end:

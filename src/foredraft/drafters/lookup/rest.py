@@ -25,8 +25,8 @@ class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
     Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: dev/deviations.md.
 
     Args:
-      datastore: open datastore, made with the target's tokenizer. It is only read, so any number of drafters may share
-        it.
+      datastore: open datastore, made with the target's tokenizer. The datastore is only read, so any number of drafters
+        may share it.
       options: keys of the method.
       length_policy: length policy that replaces the one in the options.
 

@@ -112,7 +112,7 @@ class SuffixDrafter(PlannedDrafter["_Known"]):
 
 @dataclass(eq=False)
 class _Known(RowState):
-    """State of a row: its automaton, and the match in the history behind its newest draft."""
+    """State of a row: its suffix automaton, and the match in the history that its newest draft came from."""
 
     drafter: SuffixDrafter
     text: SuffixAutomaton

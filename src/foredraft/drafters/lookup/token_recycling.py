@@ -21,7 +21,8 @@ from foredraft.model.lm import CausalLM
 from foredraft.tree import DraftTree
 
 RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
-"""Probability that the target's token is the candidate of each rank. Each further rank has half of the one before."""
+"""Probability that the target's token is the candidate of each rank. The share of each rank is half that of the rank
+before."""
 
 DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16
 """Default number of nodes: the published number, and a smaller one for CPUs, where every node costs time."""
@@ -31,15 +32,16 @@ class TokenRecyclingDrafter(ContextDrafter):
     """Drafter with a static tree that is filled breadth-first from a matrix of the target's own top tokens.
 
     Source: token recycling (Luo et al. 2024, arXiv:2408.08696; Luowaterbi/TokenRecycling). Deviations: unknown
-    successors are left out of the tree, where the published code drafts token 0; the text of the prompt fills the
-    matrix before the first step; if a token is at several nodes, its matrix row comes from the accepted node; the
-    matrix ends with its request unless it is shared. The published tree follows no rule; `best_tree` makes the tree
+      successors are left out of the tree, where the published code drafts token 0. The text of the prompt fills the
+      matrix before the first step. If a token is at several nodes, its matrix row comes from the accepted node. The
+      matrix of a request is dropped with the request, unless it is shared. The published tree follows no rule;
+      `best_tree` makes the tree
     used here.
 
     The target's top tokens along the prompt (initial_state="prompt") add 4 % tokens per step and make the prefill a
-    quarter longer (dev/log, 2026-11-25). A state file keeps a matrix that was made from the vocabulary or that
-    requests share. It is read if it exists, and written after the pass over the vocabulary or when the last shared row
-    has ended.
+    quarter longer (dev/log, 2026-11-25). A state file keeps a matrix that was made from the vocabulary or that requests
+    share. The file is read if it exists. The file is written after the pass over the vocabulary, or when the last
+    shared row has ended.
 
     Args:
       vocab_size: number of tokens that the target can read.
@@ -48,8 +50,8 @@ class TokenRecyclingDrafter(ContextDrafter):
 
     Raises: CheckpointError or ConfigError for a state file that is invalid or does not match the target.
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: none.
-    Cost: array operations on the nodes of the tree per step, independent of the context length; one pass over the
-    prompt, and for "prompt" and "vocabulary" the logits of its tokens.
+    Cost: in every step, array operations on the nodes of the tree, independent of the context length. At the start, one
+      pass over the prompt, and for "prompt" and "vocabulary" also the logits of its tokens.
     """
 
     facts = DrafterFacts("token_recycling", is_free=True)

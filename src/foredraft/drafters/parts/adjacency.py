@@ -26,7 +26,7 @@ class AdjacencyMatrix:
       vocab_size: number of tokens that the target can read.
       num_candidates: k, the number of successors per token, best first.
 
-    Memory: 4 V k bytes at most; memory pages of tokens that never occur cost nothing.
+    Memory: 4 V k bytes at most. Memory pages of tokens that never occur are not allocated.
     """
 
     def __init__(self, vocab_size: int, num_candidates: int) -> None:

@@ -22,8 +22,9 @@ Path = tuple[int, ...]
 class Candidates:
     """Ranking of the successors of M nodes, each with the sampler of its row, its path and the next position.
 
-    A drafter with a reduced vocabulary has logits for its own tokens only. They are used directly, unless a row has
-    processors, which refer to token ids of the target. In that case the logits are spread over the whole vocabulary.
+    A drafter with a reduced vocabulary has logits for its own tokens only. The logits are used without conversion,
+    unless a row has processors, which refer to token ids of the target. In that case the logits are spread over the
+    whole vocabulary.
 
     Args:
       target_vocab_size: V; logits of other widths are cut or padded to it.
@@ -98,7 +99,7 @@ class Candidates:
     def only(
         self, logits: torch.Tensor, samplers: Sequence[Sampler], paths: Sequence[Path], positions: Sequence[int]
     ) -> list[int]:
-        """Return the best child of every node, or -1 where there is no distribution."""
+        """Return the best child of every node; -1 for a node without a distribution."""
         logits, columns = self._processable(logits, samplers)
         if self._is_greedy:
             return _named(distribution.argmax(distribution.log_probs(logits, samplers, paths)), columns).tolist()

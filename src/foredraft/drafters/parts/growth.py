@@ -25,8 +25,9 @@ from foredraft.tree import DraftPlan, DraftTree
 SHARPNESS = 1.5
 """First exponent of the drafter's distribution, which is then normalised, for estimating acceptance by a greedy target.
 
-A greedy target takes its likeliest token however flat its distribution is. So the first choice of a good drafter is
-right more often than its probability, and the first choice of a poor drafter is not. Outcomes adjust the exponent.
+A greedy target takes its likeliest token however flat its distribution is. Therefore the first choice of a good drafter
+is right more often than its probability, and the first choice of a poor drafter less often. Outcomes adjust the
+exponent.
 """
 RATE = 0.05  # change of the sharpness per unit of difference between an outcome and its estimate
 FLATTEST, SHARPEST = 0.5, 4.0
@@ -54,8 +55,7 @@ class GrowingDraft:
       frontier: nodes to expand next, the best one first.
       spots: for each node, the node of the static tree that it fills.
       child_of: child node by parent and token.
-      column_of: for each node that was fed to a model, its cache column counted from the end of the row; see
-        `FedNodes`.
+      column_of: cache column of each node that was fed to a model, counted from the end of the row; see `FedNodes`.
     """
 
     row: Row
@@ -89,7 +89,7 @@ class GrowingDraft:
         return self.num_branches if self.shape is None else len(self.shape.children[self.spots[node]])
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
-        """Add a child with its own score, at most 0, and return its index."""
+        """Add a child with a score of its own, at most 0, and return its index."""
         self.child_of[parent, token] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -113,7 +113,7 @@ class GrowingDraft:
             node = self.child(node, token)
 
     def fill(self, parent: int, tokens: Iterable[int]) -> None:
-        """Add the children of a node of the static tree, best first; children that have children of their own join the
+        """Add the children of a node of the static tree, best first. Children that have children themselves join the
         frontier.
         """
         if self.shape is not None:
@@ -155,8 +155,8 @@ class GrowingDraft:
         """Return whether children of the frontier could be among the best nodes, and have at least this total
         probability.
 
-        A child's score is at most its parent's, and ties keep the earlier node. So if the best score in the frontier
-        does not exceed the last of the best nodes so far, no child can be among them.
+        A child's score is at most its parent's, and ties keep the earlier node. If the best score in the frontier does
+        not exceed the last of the best nodes, no further child can be among them.
         """
         scores = [self.scores[node] for node in self.frontier]
         if sum(map(exp, scores)) < least_mass:
@@ -210,7 +210,8 @@ class Expander(Protocol):
 
 
 class Growth:
-    """Rules by which drafts grow: which nodes get children, which children stay, and which of these are expanded next.
+    """Rules by which drafts grow. The rules decide which nodes get children, which children are kept, and which of
+    these are expanded next.
 
     A drafter owns one `Growth` and passes it an `Expander`. Every level costs one call of the expander, for all rows
     together. The shape of a dynamic tree depends on the expander's logits. In a static tree only the tokens are
@@ -221,24 +222,24 @@ class Growth:
       policy: length policy of dynamic trees, which decides before every level whether to go on.
       num_branches: number of children per node; 1 drafts chains.
       beam_width: number of nodes that are expanded per level; ``num_branches`` by default.
-      reranks: True to keep all children while the draft grows under "match", and choose the best ``max_nodes`` of them
-        at the end; otherwise only the expanded nodes are kept.
-      tree: static tree; its most valuable nodes within the draft size of a row are filled.
+      reranks: True to keep all children while the draft grows under "match", and to choose the best ``max_nodes`` of
+        them at the end. If False, only the expanded nodes are kept.
+      tree: static tree. The most valuable nodes that fit the draft size of a row are filled.
       max_depth: largest number of levels of a static tree below the root; None for all levels.
       sample_method: "probabilistic" draws from the processed distribution of the drafter, "greedy" takes its likeliest
         tokens.
       acceptance: acceptance rule of the engine. Under "match" siblings are the Gumbel-top-k of the drafter's
         distribution with the target's noise, so the best one is the target's draw from that distribution. Under rules
-        that need a distribution, siblings are draws from a separate stream, in draw order; none of them is dropped,
-        the tree carries their distribution, and only first draws are expanded in a dynamic tree. Under other rules
-        siblings are the likeliest tokens.
+        that need a distribution, siblings are drawn from a separate stream and stay in draw order. No sibling is
+        dropped, and the tree contains the distribution of the siblings. A dynamic tree expands only first draws. Under
+        other rules siblings are the likeliest tokens.
       max_nodes: largest number of nodes of a draft, root included; None for no limit beyond depth and branches, or for
         the whole static tree.
       vocabulary: tokens of the columns of the drafter's logits, if they do not cover the target's vocabulary.
-      least_mass: with reranking, total probability of the nodes to expand, below which a level costs more than it can
-        gain; 0 for no minimum.
-      sharpness: exponent of the drafter's distribution in acceptance estimates for a greedy target. None learns the
-        exponent at which the first choices of drafts are right as often as estimated.
+      least_mass: with reranking, the smallest total probability of the nodes to expand; a level below it costs more
+        than it can gain. 0 for no minimum.
+      sharpness: exponent of the drafter's distribution in acceptance estimates for a greedy target. If None, the
+        exponent is fitted so that the first choices of drafts are right as often as estimated.
 
     Attributes:
       sharpness: current exponent.
@@ -312,8 +313,8 @@ class Growth:
     # -- drafts ------------------------------------------------------------------------------------------------
 
     def begin(self, row: Row, budget: DraftSize, reach: int = sys.maxsize) -> GrowingDraft:
-        """Return an empty draft for one row, as deep as the policy, the draft size and the drafter's own limit
-        ``reach`` allow.
+        """Return an empty draft for one row. The depth limit is the smallest of those of the policy, the draft size and
+        the drafter (``reach``).
         """
         allowed = DraftSize.of(budget)
         if self.tree is not None:
@@ -437,9 +438,8 @@ class Growth:
     def fill(self, drafts: Sequence[GrowingDraft], logits: torch.Tensor) -> None:
         """Fill static trees whose logits depend on the depth alone.
 
-        All nodes of a level have the same candidates. This is also correct for draws: only one node per level can be
-        reached, and the choices that lead to it are independent of the draws. Processors see the row without the
-        draft.
+        All nodes of a level have the same candidates. Draws are also correct, because only one node per level can be
+        reached, and the choices that lead to it are independent of the draws. Processors see the row without the draft.
 
         Args:
           drafts: drafts to fill.
@@ -462,8 +462,8 @@ class Growth:
     # -- successors of nodes -----------------------------------------------------------------------------------
 
     def _successors(self, picks: Sequence[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor | None]]:
-        """Return for every node its successors, the best or first drawn one first, and the distribution they were
-        drawn from.
+        """Return the successors of every node, the best or first drawn one first, and the distribution from which they
+        were drawn.
         """
         found: dict[int, tuple[Scored, torch.Tensor | None]] = {}
         for is_sampled in (False, True):
@@ -521,7 +521,7 @@ class _Pick:
       path: draft tokens up to the node, as far as they are known.
       depth: depth of the node.
       width: number of children to add.
-      branch: index that distinguishes nodes of equal depth whose children are draws.
+      branch: index that distinguishes nodes of equal depth if their children are draws.
     """
 
     draft: GrowingDraft

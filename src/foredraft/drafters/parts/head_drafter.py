@@ -22,7 +22,7 @@ class HeadRow(RowState):
     Args:
       drafter: drafter that makes the states.
       last: state (H,) of the last committed token; None if there is none yet.
-      owed: inputs of committed tokens whose states are computed later.
+      owed: inputs of committed tokens whose states are not computed yet.
       first: index in the row of the first of these tokens.
     """
 
@@ -118,7 +118,8 @@ class HeadDrafter(Drafter):
         """Grow the drafts of rows that have states, given in the order of their slots."""
 
     def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
-        """Record the committed tokens: the former pending token, and all emitted tokens but the last."""
+        """Record the committed tokens: the token that was pending before the step, and all emitted tokens except the
+        last."""
         inputs = [self._inputs_of(result.committed, range(len(result.emitted))) for result in results]
         starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
         if rows:

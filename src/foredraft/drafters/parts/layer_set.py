@@ -171,7 +171,7 @@ def leave_out(variant: CausalLM, layer_set: LayerSet) -> None:
 
 
 def run_once(model: CausalLM) -> None:
-    """Run one forward pass over one token, in a cache of its own."""
+    """Run one forward pass over one token, in a separate cache."""
     model.forward(Nodes.from_chains([[0]]), model.new_cache(1, capacity=8))
 
 
@@ -190,17 +190,18 @@ PATIENCE = 300
 class SwiftSearch:
     """Search for the best set of skipped sublayers, with a fixed number of them.
 
-    Source: SWIFT (Xia et al. 2024, arXiv:2410.06916) and its published program. The first and last layers are kept,
-    and 0.45 of the other sublayers are skipped, at first in every other layer. A candidate exchanges one sublayer of
-    the best set, and every 25th candidate comes from Bayesian optimisation. Deviation: before a candidate replaces the
-    best set, the best set is scored again on the same tokens, because easy tokens (repetitive text) make any set look
-    good. With the published rule, which compares with an earlier score, the search on zoo:tiny ended at sets that were
+    Source: SWIFT (Xia et al. 2024, arXiv:2410.06916) and its published program. The first and last layers are kept, and
+      0.45 of the other sublayers are skipped, at first in every other layer. A candidate exchanges one sublayer of the
+      best set, and every 25th candidate comes from Bayesian optimisation. Deviation: before a candidate replaces the
+      best set, the best set is scored again on the same tokens, because easy tokens (repetitive text) make every set
+      look good. With the published rule, which compares with an earlier score, the search on zoo:tiny ended at sets
+      that were
     worse than its start. Bayesian proposals come from Optuna's tree-structured Parzen estimator if Optuna is
     installed; otherwise every candidate is an exchange.
 
     Args:
       num_layers: number of layers of the model.
-      start: first set, whose size is kept; None for the published one.
+      start: first set, which also fixes the number of skipped layers; None for the published set.
       seed: seed of exchanges and proposals.
 
     Attributes:
@@ -290,7 +291,8 @@ class SwiftSearch:
 
         Args:
           score: score of the candidate.
-          score_again: function that scores the best set so far on the same tokens. The candidate must beat this score.
+          score_again: function that scores the current best set on the same tokens. The candidate must score higher
+            than that.
         """
         if score > self.best_score and self.num_trials and score_again is not None:
             self.best_score = score_again(self.best)

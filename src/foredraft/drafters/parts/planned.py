@@ -41,8 +41,8 @@ class PlannedDrafter(ContextDrafter, Generic[State]):
         Args:
           row: row of the draft.
           budget: largest length.
-          log_shares: function for policies that need the confidence: it returns the log-probability (1,) of the best
-            token at a depth, or None where the draft ends.
+          log_shares: function for policies that need the confidence. The function returns the log-probability (1,) of
+            the best token at a depth, or None at the end of the draft.
 
         Raises: ConfigError for a policy that needs an input which the drafter does not provide.
         """

@@ -21,10 +21,10 @@ class FedNodes:
     """Feeder of growing drafts to a model, level by level, behind the committed columns of their rows.
 
     Node i of a draft is ``draft.column_of[i]`` columns behind the row. When the drafts are finished, these columns are
-    rolled back. They stay in place until something else is fed, so that accepted nodes may be committed.
+    rolled back. These columns stay in place until something else is fed, so that accepted nodes may be committed.
 
     Args:
-      cache: cache in which the whole of every row is committed.
+      cache: cache in which all tokens of every row are committed.
       drafts: growing drafts, in the order of their slots. Rows between them are padded.
     """
 
@@ -91,8 +91,8 @@ class FedNodes:
         return logits
 
     def listed(self, values: torch.Tensor, drafts: Sequence[GrowingDraft]) -> torch.Tensor:
-        """Return the values of rows (B, F, ...) as a list of nodes (M, ...), draft by draft, without a copy if nothing
-        is padded.
+        """Return the values of rows (B, F, ...) as a list of nodes (M, ...), draft by draft. Nothing is copied if
+        nothing is padded.
         """
         width, counts = values.shape[1], [len(draft.frontier) for draft in drafts]
         flat = values.flatten(0, 1)
@@ -112,7 +112,7 @@ def chains_by_slot(drafts: Sequence[GrowingDraft], texts: Sequence[list[int]]) -
 
 
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Clamp tokens in place to the drafter's vocabulary, so that its last token replaces unknown ones."""
+    """Clamp tokens in place to the drafter's vocabulary: unknown tokens become its last token."""
     return tokens.clamp_(max=model.num_embeddings - 1)
 
 

@@ -112,8 +112,8 @@ class SelfDrafter(Drafter):
     def _watched(self, logits: torch.Tensor, first: int) -> torch.Tensor:
         """Return the logits (B, F, V) of rows from ``first`` on, after recording the slots that have NaN.
 
-        All logits of a node are NaN if its hidden state is NaN, and so are its cache columns. From there NaN would
-        reach the target's own nodes, and other rows that later use this slot.
+        All logits of a node are NaN if its hidden state is NaN, and so are its cache columns. From the cache, NaN would
+        reach the target's own nodes and later rows in this slot.
         """
         nodes = logits[..., 0].isnan()
         if bool(nodes.any()):

@@ -30,9 +30,9 @@ class SparseView(RowState):
 
     Args:
       budget: number of selected columns.
-      selector: "streaming" keeps the first and the last columns. "snapkv" keeps the first ones, the last ``window``
-        ones, and for every layer and head the columns in between with the most attention from the last ``window``
-        tokens, which costs a forward pass over these tokens.
+      selector: "streaming" keeps the first and the last columns. "snapkv" keeps the first columns and the last
+        ``window`` ones. Between them it keeps, for every layer and head, the columns with the most attention from the
+        last ``window`` tokens, which costs a forward pass over these tokens.
       sinks: number of first columns that are always kept.
       window: number of last columns that are always kept.
       refresh: number of new tokens after which columns are reselected.
@@ -41,6 +41,9 @@ class SparseView(RowState):
     caches of drafters: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049). Deviations, for both selectors: keys keep
     their positions, first columns are kept, and columns are reselected as the row grows.
     """
+
+    scorer: SnapKVScorer | None
+    """Scorer of columns, after `bind`; None for "streaming"."""
 
     def __init__(self, *, budget: int, selector: str, sinks: int, window: int, refresh: int) -> None:
         self.budget = budget
@@ -73,13 +76,13 @@ class SparseView(RowState):
         self._source = source
         self._kinds = model.layer_types
         self._last_token = model.num_embeddings - 1
-        self._voter = SnapKVScorer(model) if self.selector == SNAPKV else None
+        self.scorer = SnapKVScorer(model) if self.selector == SNAPKV else None
         room = self.budget + self.refresh + 32  # 32 columns for a draft
         self.cache = ViewCache(model.num_layers, capacity=room, device=model.device, dtype=source.dtype)
         return self.cache
 
     def own_cache(self, column_bytes: Callable[[], int]) -> DraftCache:
-        """Return the cache of the view, whose rows do not grow with their text."""
+        """Return the cache of the view. The rows of the view do not grow with the text."""
         return DraftCache(self.cache, column_bytes, self.cache.capacity)
 
     def follow(self, drafts: Sequence[GrowingDraft]) -> None:
@@ -115,11 +118,11 @@ class SparseView(RowState):
     def _chosen(self, row: Row, length: int) -> list[Columns]:
         """Return the columns of every layer for a row that is longer than the budget."""
         recent = (range(length - self.budget, length),)
-        if self._voter is None:
+        if self.scorer is None:
             ends = (range(self.sinks), range(length - self.budget + self.sinks, length))
             return [ends if kind == FULL else recent for kind in self._kinds]
         last_tokens = [min(token, self._last_token) for token in row.token_ids[length - self.window : length]]
-        found = self._voter.votes(last_tokens, self._source, row.slot)
+        found = self.scorer.votes(last_tokens, self._source, row.slot)
         return [
             self._elected(of_layer, length) if kind == FULL else recent
             for kind, of_layer in zip(self._kinds, found, strict=True)

@@ -1,7 +1,7 @@
 """Drafting with the target itself, skipping some of its layers.
 
 Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168); early exit as in LayerSkip (Elhoushi et al. 2024,
-arXiv:2404.16710), without its training."""
+  arXiv:2404.16710), without the training that the paper describes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from foredraft.tree import DraftTree
 
 
 class SwiftDrafter(SelfDrafter):
-    """Drafter with fewer layers, whose set of skipped layers improves while decoding, without data or a search
-    beforehand.
+    """Drafter that skips layers and improves the set of skipped layers while decoding, without data or an earlier
+    search.
 
     While the search lasts, every step scores one candidate set. The score is the share of tokens that the candidate
     would have drafted: its argmax, or in sampled rows its choice with the row's own noise. A score costs one forward
@@ -66,10 +66,11 @@ class SwiftDrafter(SelfDrafter):
             self._layers = SkippableLayers(variant.layers, lambda: run_once(variant), variant.changed)
 
         variant = target.variant("some sublayers left out", edit)
-        self._use(self.search.best)
+        self.use(self.search.best)
         return variant
 
-    def _use(self, layer_set: LayerSet) -> None:
+    def use(self, layer_set: LayerSet) -> None:
+        """Draft with the target without these sublayers."""
         self.layer_set = layer_set
         self._layers.leave_out(layer_set.attention, layer_set.mlp)
 
@@ -79,7 +80,7 @@ class SwiftDrafter(SelfDrafter):
         return super().propose(rows, budgets)
 
     def _try_one(self, search: SwiftSearch, rows: Sequence[Row]) -> None:
-        """Score a candidate on one of the rows with enough generated tokens, in turn."""
+        """Score a candidate on a row with enough generated tokens. The rows take turns."""
         ready = [row for row in rows if row.num_output_tokens > self._num_scored]
         if not ready:
             return
@@ -87,20 +88,20 @@ class SwiftDrafter(SelfDrafter):
 
         def score_again(layer_set: LayerSet) -> float:
             self._layers.leave_out(layer_set.attention, layer_set.mlp)
-            return self._score(row, self._cache, row.slot)
+            return self.score(row, self._cache, row.slot)
 
         candidate = search.candidate()
         self._layers.leave_out(candidate.attention, candidate.mlp)
         try:
-            search.tell(self._score(row, self._cache, row.slot), score_again)
+            search.tell(self.score(row, self._cache, row.slot), score_again)
         finally:
-            self._use(search.best)
+            self.use(search.best)
 
-    def _score(self, row: Row, cache: KVCache, slot: int) -> float:
+    def score(self, row: Row, cache: KVCache, slot: int) -> float:
         """Return the share of the latest tokens that the variant would have drafted, each after the true tokens.
 
-        Of 40 tokens, the last one pending, and 32 scored: columns 7..38 are overwritten by tokens 7..38, whose
-        successors 8..39 are compared.
+        Example with 40 tokens, the last one pending, and 32 to score: columns 7..38 are overwritten by tokens 7..38,
+        and their successors 8..39 are compared.
         """
         first = cache.lengths[slot] - self._num_scored
         fed, true = row.token_ids[first:-1], row.token_ids[first + 1 :]
@@ -121,8 +122,8 @@ class SwiftDrafter(SelfDrafter):
 
 
 def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
-    """Make a drafter that skips the configured layers, those of a zoo target's included set, or those that a search
-    finds.
+    """Make a drafter that skips the configured layers, or the set included with a zoo target, or the layers that a
+    search finds.
     """
     target = context.target
     for layer in target.layers:

@@ -22,7 +22,7 @@ class Prefix:
       num_columns: number of copied columns.
       states: copied keys and values.
       memory: state of the drafter, with an attribute ``num_bytes``; None without one.
-      owner: drafter that made ``memory``; None without one, which makes the prefix usable for every drafter.
+      owner: drafter that made ``memory``; None without one. A prefix without an owner is usable for every drafter.
       salt: cache salt of the request; only requests with the same salt may use the prefix. None for no salt.
     """
 
@@ -39,7 +39,8 @@ class Prefix:
         return bytes_of(self.states) + (0 if self.memory is None else int(self.memory.num_bytes))
 
     def covers(self, token_ids: tuple[int, ...], num_columns: int, salt: object = None) -> bool:
-        """Return whether this prefix contains another one of the same salt: its tokens first, and no more columns."""
+        """Return whether this prefix contains another prefix of the same salt. It does if its tokens begin with those
+        of the other one and it has at least as many columns."""
         is_beginning = num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
         return is_beginning and salt == self.salt
 
@@ -67,7 +68,8 @@ class PrefixStore:
 
     A prompt takes over the longest beginning that it shares with any of them, so a continued conversation only runs its
     new tokens. A prefix of another stored prefix is not stored twice. The exception is a drafter that needs its own
-    state: it uses a shorter prefix of its own if a longer one of another drafter would make it read more tokens.
+    state: a drafter uses a shorter prefix of its own if a longer prefix of another drafter would make it read more
+      tokens.
 
     Args:
       limit: maximum number of prefixes, at least 1; the least recently used one is removed first.
@@ -111,8 +113,9 @@ class PrefixStore:
         """Store copies of the first columns of a row, which contain the first of these tokens.
 
         Args:
-          remember: function that returns the drafter's state for them; called only if the store does not have it yet.
-          owner: drafter of this state, which alone can use it.
+          remember: function that returns the drafter's state for these tokens; called only if the store does not have
+            it.
+          owner: drafter of this state. Only this drafter can use the state.
           salt: cache salt of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
@@ -159,7 +162,7 @@ class PrefixStore:
         Args:
           recall: function of the drafter's state and a number of tokens; returns the number that the drafter can use.
           grain: number of which the result is a multiple.
-          owner: drafter of the row; it gets no other drafter's state.
+          owner: drafter of the row. It does not receive the state of another drafter.
           salt: cache salt of the row's request, see `Prefix`.
         """
         tokens = tuple(token_ids)
@@ -205,7 +208,7 @@ class PrefixStore:
 def _recalled(recall: Callable[[int], int], wanted: int, shared: int, grain: int) -> int:
     """Return the largest number of tokens up to ``wanted`` that the drafter can use, in whole grains.
 
-    A drafter may be one token short: heads make the entry of a token from the next token, so of n ``shared`` tokens
+    A drafter may need one token more: heads make the entry of a token from the next token, so of n ``shared`` tokens
     they can use at most n - 1.
     """
     known = recall(wanted)

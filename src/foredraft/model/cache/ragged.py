@@ -1,7 +1,8 @@
 """Key-value cache for rows of different lengths, written by unmodified models, and the group of all caches of an
 engine.
 
-Only this file changes lengths, commits and rolls back. A row has one slot in all caches of an engine.
+Only `foredraft.model.cache.ragged` changes lengths, commits and rolls back. A row has one slot in all caches of an
+engine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from foredraft.model.cache.storage import (
 from foredraft.model.nodes import FlatNodes
 
 KEPT_COLUMNS = 64
-"""Number of columns after the end of a row, written by drafts, whose memory is kept."""
+"""Number of columns after the end of a row whose memory is kept. Drafts write into columns after the end of a row."""
 
 RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
 """Keys and values of one row, layer by layer; None for a layer that stores none."""
@@ -39,9 +40,9 @@ RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
 class KVCache(Cache):  # type: ignore[misc]
     """A preallocated `transformers` cache in which every row has its own length.
 
-    ``lengths[row]`` columns of a row are committed. A forward pass writes its nodes after them, and these nodes count
-    only after ``commit``. Columns and rows grow in steps. Sliding-window layers keep every position and are restricted
-    by the mask, so rollback stays exact after the window has filled.
+    ``lengths[row]`` columns of a row are committed. A forward pass writes its nodes after the committed columns, and
+    these nodes count only after ``commit``. Columns and rows grow in steps. Sliding-window layers keep every position
+    and are restricted by the mask, so rollback stays exact after the window has filled.
 
     Args:
       num_layers: number of layers of the model.
@@ -84,7 +85,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @property
     def is_lazy(self) -> bool:
-        """True if rows take memory only for their own columns; otherwise each row takes as much as the longest."""
+        """True if rows take memory only for their own columns. If False, each row takes as much as the longest row."""
         return storage.IS_LAZY and self.device.type == "cpu"
 
     @property
@@ -139,7 +140,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
         """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other.
 
-        Buffers that must be copied anyway shrink in the other direction if rows need far less there.
+        Buffers that must be copied anyway shrink in the other dimension if rows need far less of it.
         """
         if capacity > self._needed_columns:
             self._needed_columns = capacity
@@ -161,10 +162,10 @@ class KVCache(Cache):  # type: ignore[misc]
         self._least = min(self._least[0], max_cells), 1
 
     def shrink(self) -> bool:
-        """Free memory that has not been needed since the last call, if that is at least half; return whether any was
+        """Free memory that was not needed since the last call, if that is at least half of it. Return whether any was
         freed.
 
-        Call it between forward passes, and rarely, because buffers are copied. Lazy memory needs no shrinking.
+        Call `shrink` between forward passes, and rarely, because buffers are copied. Lazy memory needs no shrinking.
         """
         if self.is_lazy:
             return False
@@ -365,7 +366,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def reorder(self, rows: Sequence[int]) -> None:
-        """Replace the rows by these rows, in this order; a row may appear several times or not at all."""
+        """Replace the rows by the given rows, in the given order. A row may appear several times or not at all."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
         lengths, offsets = ([each[row] for row in rows] for each in (self.lengths, self.offsets))
         self.lengths, self.offsets = self.lengths[: len(lengths)], self.offsets[: len(lengths)]
@@ -426,7 +427,7 @@ class CacheGroup:
             cache.swap(slot, other)
 
     def move(self, slot: int, target: int) -> None:
-        """Copy a row over another row, which is lost; the old slot is then free."""
+        """Copy a row over another row, whose content is lost. The old slot is then free."""
         for cache in self.caches:
             cache.move(slot, target)
 

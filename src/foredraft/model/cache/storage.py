@@ -1,8 +1,8 @@
 """Memory of a cache: keys and values of one layer, and the place where a forward pass writes them.
 
 On Linux, CPU memory is lazy: pages that have never been written read as zeros and take no memory. A rectangle of rows
-and columns then costs only what its rows contain, even beside a long row. On other systems, and on accelerators, the
-whole rectangle takes memory.
+and columns then costs only the memory of its rows' contents, even next to a long row. On other systems, and on
+accelerators, the whole rectangle takes memory.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.inference_mode()
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Copy both buffers into buffers of this size, one after the other, cut to what fits."""
+        """Copy both buffers into buffers of this size, one after the other. Entries that do not fit are dropped."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -210,7 +210,7 @@ def grown(
 
 
 def fitting(columns: tuple[int, int], rows: tuple[int, int], least: tuple[int, int]) -> tuple[int, int]:
-    """Return the columns and rows that fit what is needed, in the growth steps of a cache.
+    """Return the number of columns and rows that are sufficient, in the growth steps of a cache.
 
     Args:
       columns, rows: needed size and maximum size.
@@ -255,13 +255,13 @@ def move_columns(
 
 
 SLAB_BYTES = 1 << 28
-"""Maximum size of one slab, which is the extra memory that a cache briefly needs while its buffers are merged."""
+"""Maximum size of one slab. A cache needs this much extra memory for a short time while its buffers are merged."""
 
 
 def slabs_of(layers: Sequence[RaggedLayer]) -> list[torch.Tensor]:
     """Merge the buffers of layers on an accelerator: buffers of one shape become one tensor (buffers, R, H, T, D).
 
-    Columns of many buffers then move in one operation. The layers' buffers become views of these tensors.
+    Columns of many buffers can then be moved in one operation. The layers' buffers become views of these tensors.
     """
     return [_put_together(places) for places in _alike(layers)]
 

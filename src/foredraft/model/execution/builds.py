@@ -88,9 +88,9 @@ def what_changed(layer: nn.Module) -> str:
     """Return the reason why a layer does not run the code of its class; empty if it does."""
     if replacement(layer) is not None and left_out(layer) is None:
         return "its forward was replaced"
-    for module in layer.modules():
+    for path, module in layer.named_modules():
         if module is not layer and (module._forward_hooks or module._forward_pre_hooks):
-            return f"its {type(module).__name__} has hooks"
+            return f"its module {path} has hooks"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +55,7 @@ class Recording:
     Args:
       layers: all decoder layers.
       forward: function that runs a number of nodes through the model, and returns logits (1, S, V).
+      of_values: also record what layers compute. Otherwise no weights are read, and outputs and logits are meaningless.
 
     Attributes:
       calls: common form of the calls, by layer.
@@ -65,11 +67,14 @@ class Recording:
     Raises: NotTraceableError if calls have no common form.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor], *, of_values: bool = True
+    ) -> None:
         with unmultiplied(packed_layers(layers)):  # only the sizes of the first forward pass are compared
             self._see(layers, forward, NUM_NODES[0])
         first = self.of_layers
-        self._see(layers, forward, NUM_NODES[1])
+        with nullcontext() if of_values else unmultiplied(packed_layers(layers)):
+            self._see(layers, forward, NUM_NODES[1])
         self.calls = [call_of(*each) for each in zip(first, self.of_layers, strict=True)]
 
     def keep_forms(self) -> None:
@@ -122,7 +127,7 @@ class Recording:
             raise NotTraceableError(f"its attention has the argument {', '.join(computed)}, computed in every forward")
         self.attention[number] = module, used
         args, kwargs = self.of_layers[number]
-        cache = value_at(args, kwargs, (_place_of(args, kwargs, KVCache), None))
+        cache = value_at(args, kwargs, (_place_of_cache(args, kwargs), None))
         address = key.data_ptr()
         owners = [
             index
@@ -134,18 +139,18 @@ class Recording:
         self.cache_index[number] = owners[0]
 
 
-def _place_of(args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> Any:
-    """Return the index or name of the argument of this type."""
+def _place_of_cache(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the index or name of the argument that is the cache."""
     for key, value in (*enumerate(args), *kwargs.items()):
-        if isinstance(value, kind):
+        if isinstance(value, KVCache):
             return key
-    raise NotTraceableError(f"a layer gets no {kind.__name__} argument")
+    raise NotTraceableError("a layer does not get the cache as an argument")
 
 
 def call_of(first: tuple[Any, dict[str, Any]], second: tuple[Any, dict[str, Any]]) -> LayerCall:
     """Return the common form of two calls over different numbers of nodes."""
     args, kwargs = first
-    cache = _place_of(args, kwargs, KVCache)
+    cache = _place_of_cache(args, kwargs)
     if kwargs.get("flat_nodes") is None:
         raise NotTraceableError("a layer does not get the argument flat_nodes")
     mask, inputs, dims = None, [], []

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foredraft.errors import UnsupportedModelError
+from foredraft.errors import UnsupportedModelError, error_in_words
 from foredraft.folders import CACHE_VARIABLE, cache_folder
 from foredraft.forking import is_forked
 from foredraft.model.execution.attention import grouped_sdpa
@@ -257,16 +257,15 @@ class CompiledLayers:
             with whole(self.cache_dir) as folder:
                 mark = folder / f"layer-{_digest(key)}"
                 if not mark.exists():
-                    self._announce(f"compiling {type(layer).__name__} for this machine, once; takes about ten seconds")
+                    self._announce("compiling a decoder layer for this machine, once; this takes about ten seconds")
                 graph = _graphs[key] = LayerGraph.of(tracer, folder, torch.get_num_threads())
                 mark.touch()
         return CompiledLayer(layer, call.emptied(), attention, recording.cache_index[index], tracer, graph)
 
     def fall_back(self, name: str, error: Exception) -> None:
         """Log a warning with the reason why layers run packed and not compiled."""
-        first, *_ = str(error).strip().splitlines() or [""]
         said = self.reason
-        self.reason = first if isinstance(error, NotTraceableError) else f"{type(error).__name__}: {first[:200]}"
+        self.reason = error_in_words(error, 200)
         if isinstance(error, OSError):
             self.reason += f"; kernels are kept in {self.cache_dir}, and {CACHE_VARIABLE} names another folder"
         if self.reason != said:

@@ -182,7 +182,7 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
             forward()
     finally:
         handle.remove()
-    tracer = _Tracer(model, layers, seen)
+    tracer = EndsTracer(model, layers, seen)
     key = tracer.build()
     form = _forms.get(key)
     if form is None:
@@ -204,7 +204,9 @@ def store_traced(layers: Sequence[LayerProgram], ends: Ends) -> None:
         store(("ends", ends.key), ends.as_dict)
 
 
-class _Tracer:
+class EndsTracer:
+    """Traces what a model computes before its first layer and behind its last one."""
+
     def __init__(self, model: PreTrainedModel, layers: Sequence[LayerProgram], arguments: dict[str, Any]) -> None:
         self._model = model
         self._layers = layers

@@ -49,7 +49,7 @@ from foredraft.model.execution.sharing import groups, make_ready, read_rows, tie
 from foredraft.model.execution.tracing import layer_program
 from foredraft.model.independence import other_products, quantised_layers
 from foredraft.model.nodes import FlatNodes, Logits, NodeLogits, logits_to_keep
-from foredraft.model.support import cache_argument
+from foredraft.model.support import cache_argument, model_name
 from foredraft.native.library import KINDS, Library, library
 from foredraft.native.packed_matmul import PackedMatrix
 
@@ -65,8 +65,7 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Resolve "auto" and check that the device can run the execution.
 
-    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` also compiles the
-      model if it is large enough and a C++ compiler is found.
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `chosen_for` also looks at the model.
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     """
     check_kind(kind)
@@ -102,11 +101,30 @@ def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
     logger.warning(
         "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, where drafts are several "
         "times slower; pass execution='packed' to pack them anyway.",
-        type(model).__name__,
+        model_name(model),
         needed / 1e9,
         available / 1e9,
     )
     return False
+
+
+def chosen_for(
+    shadow_model: PreTrainedModel, kind: str, *, release_originals: bool = False, earlier: Execution | None = None
+) -> str:
+    """Return the execution of a model: its kind, or for "auto" the best one that fits; see `apply_execution`.
+
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    device = shadow_model.get_input_embeddings().weight.device
+    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
+    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
+    if kind != "auto" or chosen != "packed":
+        return chosen
+    if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
+        return "eager"
+    has_experts = any(map(is_mixture, shadow_model.modules()))  # layers with experts are not compiled
+    linear_layers = chain(packable(shadow_model), layers_in_floats(shadow_model))
+    return "compiled" if not has_experts and worth_compiling(linear_layers) else "packed"
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -188,6 +206,8 @@ class Execution:
         windows: Mapping[str, int | None],
         forward: Callable[[int], torch.Tensor],
         context_length: int | None,
+        *,
+        is_checked: bool = False,
     ) -> None:
         """Record the program that runs forward passes over few nodes without modules, if the model allows it.
 
@@ -196,17 +216,20 @@ class Execution:
           windows: number of positions that a node sees, by attention type, including its own; None for all.
           forward: function that runs a number of nodes through the modules.
           context_length: number of positions of the model; None for no limit.
+          is_checked: True if the same program of the same model was compared with the modules before, so that nothing
+            needs to be computed.
         """
         if self.kernels is None or not self.uses_grouped_attention:
             self.why_no_program = "it does not run in the library's own kernels"
             return
         try:
-            recording = Recording(layers, forward)
+            recording = Recording(layers, forward, of_values=not is_checked)
             programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
             ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
             dtype = compute_dtype(self.model)
             program = NativeProgram(self.model, programs, ends, windows, self.kernels, dtype, context_length)
-            program.check(recording)
+            if not is_checked:
+                program.check(recording)
         except Exception as error:  # raised by the model's code or by torch
             self._say_why(error)
             return
@@ -295,17 +318,17 @@ class Execution:
             return needs
         if not self.uses_grouped_attention:
             return "it has its own attention code"
-        if name := next((type(layer).__name__ for _, layer in quantised_layers(self.model)), ""):
-            return f"its {name} layers are quantised"
-        for experts in filter(is_mixture, self.model.modules()):
-            if reason := why_not_packed(experts):
-                return f"its {type(experts).__name__} run in other kernels, since {reason}"
-        if name := other_products(self.model):
-            return f"{name} multiplies by its own matrices"
+        if path := next((path for path, _ in quantised_layers(self.model)), ""):
+            return f"its layers are quantised ({path}, for example)"
+        for path, experts in self.model.named_modules():
+            if is_mixture(experts) and (reason := why_not_packed(experts)):
+                return f"its experts ({path}) run in other kernels, since {reason}"
+        if path := other_products(self.model):
+            return f"{path} multiplies by its own matrices"
         for layer in linears(self.model):
             packed = replacement(layer)
             if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, PackedMatrix):
-                return f"its {type(layer).__name__} in {compute_dtype(self.model)} runs in other kernels"
+                return f"a linear layer in {compute_dtype(self.model)} runs in other kernels"
         return ""
 
     @property
@@ -409,6 +432,7 @@ def apply_execution(
     cache_dir: Path | str | None = None,
     progress: Callable[[str], None] | None = None,
     earlier: Execution | None = None,
+    chosen: str | None = None,
 ) -> Execution:
     """Make a shadow run in the chosen execution.
 
@@ -422,20 +446,14 @@ def apply_execution(
       cache_dir: folder for compiled kernels of "compiled"; inductor/ in the cache folder by default.
       progress: function that receives one line before long work of "compiled".
       earlier: execution of another shadow of the same model; its packed weights are reused where they are unchanged.
+      chosen: result of `chosen_for` with the same arguments, if it is known.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     Exactness: equals eager execution within the rounding of the dtype.
     """
     device = shadow_model.get_input_embeddings().weight.device
-    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
-    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
-    if kind == "auto" and chosen == "packed":
-        if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
-            chosen = "eager"
-        elif not any(map(is_mixture, shadow_model.modules())) and worth_compiling(
-            chain(packable(shadow_model), layers_in_floats(shadow_model))
-        ):
-            chosen = "compiled"
+    if chosen is None:
+        chosen = chosen_for(shadow_model, kind, release_originals=release_originals, earlier=earlier)
     execution = Execution(shadow_model, chosen)
     execution._products += packed_products(shadow_model)
     if execution.kind == "eager":

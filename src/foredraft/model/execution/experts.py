@@ -19,7 +19,8 @@ from foredraft.model.execution.packing import PackedExperts, PackedProduct, Pack
 from foredraft.native.packed_matmul import CODES_BLOCK
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""Names of the parameters of gated experts: both inner projections of every expert, the gate first; and the outer one."""
+"""Names of the parameters of gated experts: both inner projections of every expert, the gate first; and the outer
+one."""
 _USUAL = {
     "has_gate": True,
     "has_bias": False,
@@ -158,7 +159,7 @@ class PackedRouter(StandIn):
 class _OwnResult(torch.Tensor):
     """Result of a product in the library's own kernels. Results computed from it are plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class _OwnProducts(TorchFunctionMode):
@@ -178,14 +179,14 @@ class _OwnProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "linear" and len(args) == 2 and self._is_weight(args[1]) and not kwargs:
-                self.count += 1
-                result = self._multiply(args[0].float()).to(args[1].dtype)
-                # a fake tensor is a subclass already
-                return result.as_subclass(_OwnResult) if type(result) is torch.Tensor else result
+            self.count += 1
+            result = self._multiply(args[0].float()).to(args[1].dtype)
+            # a fake tensor is a subclass already
+            return result.as_subclass(_OwnResult) if type(result) is torch.Tensor else result
         result = func(*args, **kwargs)
-        if args and self._is_weight(args[0]) and isinstance(result, torch.Tensor) and result.shape == args[0].shape:
-            if name in ("to", "type", "float"):
-                self._same.append(result)
+        is_conversion = name in ("to", "type", "float") and bool(args) and self._is_weight(args[0])
+        if is_conversion and isinstance(result, torch.Tensor) and result.shape == args[0].shape:
+            self._same.append(result)
         return result
 
     def _is_weight(self, tensor: Any) -> bool:

@@ -446,7 +446,9 @@ class Lowering:
             return found
         if isinstance(value, (int, float)):
             return View(self._constant_base, 0, (), (), None, float(value))
-        raise NotTraceableError(f"the model computes with {type(value).__name__}")
+        raise NotTraceableError(
+            f"the model computes with an argument that is neither a tensor nor a number: {value!r:.80}"
+        )
 
     def _apply(self, code: str, node: fx.Node | None, *operands: View) -> View:
         """Lower an elementwise operator."""
@@ -531,9 +533,9 @@ class Lowering:
 
     def _top(self, node: fx.Node) -> tuple[View, View]:
         """Lower the largest numbers of the last dimension and their places, which are numbers in float32."""
-        args = _args(node)
-        x, count = self._read(self._contiguous(self._view(args[0]))), args[1]
-        dim, is_largest, _ = (*args[2:], *(-1, True, True)[len(args) - 2 :])
+        given, count, *rest = _args(node)
+        x = self._read(self._contiguous(self._view(given)))
+        dim, is_largest, _ = (*rest, *(-1, True, True)[len(rest) :])
         size, rows = x.shape[-1], math.prod(x.shape[:-1])
         if x.node_dim is None or x.node_dim == len(x.shape) or dim % (len(x.shape) + 1) != len(x.shape):
             raise NotTraceableError("the model selects the largest numbers of several nodes")

@@ -51,10 +51,10 @@ class DenseMatrix:
 
     def grouped(self, x: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Multiply inputs by the experts that they choose, as `PackedMatrix.grouped` does."""
-        weights = self.packed.unflatten(0, (num_experts, -1))
+        weights = self.packed.view(num_experts, -1, self.packed.shape[1])
         rows = x[..., None, :].expand(*chosen.shape, -1) if x.dim() == chosen.dim() else x
         out = x.new_empty((*chosen.shape, weights.shape[1]))
-        for expert in chosen.unique().tolist():
+        for expert in sorted(set(chosen.flatten().tolist())):
             out[chosen == expert] = F.linear(rows[chosen == expert], weights[expert])
         return out
 
@@ -378,7 +378,8 @@ class PackedStack:
 
     def dense(self) -> torch.Tensor:
         """Return the weight (E, outputs, in) as it was packed, even if the original was released."""
-        return torch.cat([product.dense().unflatten(0, (self.num_experts, -1)) for product in self.products], 1)
+        whole = [product.dense() for product in self.products]
+        return torch.cat([each.view(self.num_experts, -1, each.shape[1]) for each in whole], 1)
 
     @property
     def sums(self) -> torch.Tensor:
@@ -547,7 +548,9 @@ def packed_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [layer for layer in inside if isinstance(replacement(layer), (PackedLinear, PackedExperts))]
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | PackedStack | None]]:
+def named_weights(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | PackedStack | None]]:
     """Yield every parameter, tied ones under each of their names, and its packed form or None."""
     for name, module in model.named_modules():
         forward = replacement(module)

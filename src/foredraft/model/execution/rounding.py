@@ -40,6 +40,7 @@ from foredraft.model.execution.sharing import (
     tied_embedding,
 )
 from foredraft.model.independence import has_plain_weight
+from foredraft.model.support import model_name
 from foredraft.native.codes import Kind, StoredCodes, Unrounded
 from foredraft.native.packed_matmul import CodesMatrix
 
@@ -52,6 +53,8 @@ ROUNDINGS: dict[str, Rounding] = {
 }
 """Roundings by name. Every one of them rounds output embeddings to 8 bits."""
 
+ACTIVATIONS = {"int8": 1}
+"""Bytes that activations of integer weights are rounded to, by value of ``activations``. Without the option, 2."""
 STORED, DEQUANTIZED = "stored", "dequantized"
 """Values of ``weights``: multiply by the integer weights in the model's file, or convert them to the dtype."""
 
@@ -85,6 +88,42 @@ def check_quantization(name: str | None) -> None:
         )
 
 
+def check_activations(name: str | None) -> None:
+    """Check the ``activations`` option.
+
+    Raises: ConfigError for an unknown value.
+    """
+    if name is not None and name not in ACTIVATIONS:
+        raise ConfigError(
+            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer "
+            "weights to 16 bits"
+        )
+
+
+def round_activations(model: PreTrainedModel, name: str | None) -> None:
+    """Round the inputs of all layers with integer weights to fewer bits than 16.
+
+    Args:
+      model: a model whose layers multiply by integer weights, see `quantize_weights` and `take_codes`.
+      name: a key of `ACTIVATIONS`; None changes nothing.
+
+    Raises: ConfigError for an unknown name, or if no layer multiplies by integer weights.
+    """
+    check_activations(name)
+    if name is None:
+        return
+    forwards = map(replacement, model.modules())
+    matrices = [each.product.matrix for each in forwards if isinstance(each, PackedLinear)]
+    codes = [matrix for matrix in matrices if isinstance(matrix, CodesMatrix)]
+    if not codes:
+        raise ConfigError(
+            f"activations is {name!r}, but no layer of {model_name(model)} multiplies by integer weights; use it on an "
+            "x86 CPU with a GGUF file or with quantization='int8' or 'int4', or leave it out"
+        )
+    for matrix in codes:
+        matrix.round_activations(ACTIVATIONS[name])
+
+
 @torch.inference_mode()
 def quantize_weights(
     model: PreTrainedModel,
@@ -96,8 +135,8 @@ def quantize_weights(
 ) -> list[PackedProduct]:
     """Round the linear layers and experts of a model, and make them multiply by the rounded weights.
 
-    Norms, biases and routers stay as they are. So do input embeddings, except for one tied to the output embedding, whose rows
-    are then those of the rounded weight.
+    Norms, biases and routers stay as they are. So do input embeddings, except for one tied to the output embedding,
+    whose rows are then those of the rounded weight.
 
     Args:
       model: a shadow, or a model that no other code uses; its layers are changed in place.
@@ -116,7 +155,7 @@ def quantize_weights(
     layers, experts = list(roundable(model)), list(packable_experts(model))
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
         raise ConfigError(
-            f"quantization is {name!r}, but {type(model).__name__} has no linear layer with floating-point weights to "
+            f"quantization is {name!r}, but {model_name(model)} has no linear layer with floating-point weights to "
             "round; leave the option out"
         )
     known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
@@ -163,7 +202,9 @@ def take_codes(
       dtype: dtype to which everything else is converted, and of the layers' inputs and outputs.
     """
     given = of_experts or {}
-    stacks = {each: stacks_of(each, {name: len(parts) for name, parts in named.items()}) for each, named in given.items()}
+    stacks = {
+        each: stacks_of(each, {name: len(parts) for name, parts in named.items()}) for each, named in given.items()
+    }
     codes: dict[nn.Module, StoredCodes] = {**stored}
     for each, named in given.items():
         for name, parts in named.items():
@@ -187,8 +228,8 @@ def take_codes(
     if embedding in stored:
         made.append(PackedProduct([embedding], None, stored.__getitem__, dtype, leaving))
         replace_forward(embedding, PackedRows(PackedLinear(made[-1])))
-    for each, named in stacks.items():
-        replace_forward(each, packed_experts(each, named, packed))
+    for each, of_each in stacks.items():
+        replace_forward(each, packed_experts(each, of_each, packed))
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()
@@ -308,7 +349,7 @@ def quantizable(model: PreTrainedModel, group_size: int, *, with_head: bool = Fa
     layers = [layer for layer in _linears(model) if layer is not head and _num_inputs(layer) % group_size == 0]
     if not layers:
         raise ConfigError(
-            f"no linear layer of {type(model).__name__} has a number of inputs divisible by {group_size}; try a "
+            f"no linear layer of {model_name(model)} has a number of inputs divisible by {group_size}; try a "
             "smaller quantization_group_size, or another method"
         )
     return layers

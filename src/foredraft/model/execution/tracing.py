@@ -195,7 +195,6 @@ class Tracer:
 
         return forward
 
-
     def _experts_stand_in(self, experts: PackedExperts, numbers: Sequence[Any]) -> Callable[..., torch.Tensor]:
         """Return a replacement forward of experts, which is traced with its products as calls."""
 

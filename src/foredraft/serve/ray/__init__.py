@@ -29,8 +29,7 @@ def check_ray(address: str | None) -> None:
 
 
 def build(app_config: Mapping[str, Any]) -> Application:
-    """Return the Serve application of `foredraft.serve.ray.deployment.build`. This function can be imported without
-    Ray."""
+    """Return the Serve application of `foredraft.serve.ray.deployment.build`. `build` can be imported without Ray."""
     from foredraft.serve.ray import deployment
 
     return deployment.build(app_config)

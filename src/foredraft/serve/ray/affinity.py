@@ -15,10 +15,10 @@ overload."""
 class Affinity:
     """Record of the prompt prefixes that each replica has processed.
 
-    The chosen replica is the one that has processed the longest prefix of the prompt, in whole blocks of ids, provided
-    that it has at most ``balance`` times the average number of requests per replica. Otherwise it is the replica with
-    the fewest requests. A session counts as longer than any prefix. Source: consistent hashing with bounded loads,
-    Mirrokni, Thorup, Zadimoghaddam 2018, arXiv 1608.01350, with the longest prefix instead of the hash.
+    The chosen replica is the one that has processed the longest prefix of the prompt, in whole blocks of ids. If that
+    replica has more than ``balance`` times the average number of requests, the replica with the fewest requests is
+    chosen instead. A session counts as longer than any prefix. Source: consistent hashing with bounded loads (Mirrokni,
+    Thorup, Zadimoghaddam 2018, arXiv:1608.01350), with the longest prefix instead of the hash.
 
     Args:
       block: number of token ids in a block.
@@ -51,7 +51,8 @@ class Affinity:
         return chosen
 
     def note(self, ids: Sequence[int], session: str, replica: str, salt: str = "") -> None:
-        """Record the replica that received a prompt. It differs from the chosen replica if that one was full."""
+        """Record the replica that received a prompt. The replica differs from the chosen replica if that one was
+        full."""
         keys = list(self._keys(ids, session, salt))
         if any(self._reader_of.get(key) != replica for key in keys[-1:]):
             self._remember(keys, replica)

@@ -30,7 +30,7 @@ class ClusterConfig:
       num_ingresses: number of HTTP processes; ignored by ``foredraft serve``, which is the HTTP process itself.
       num_cpus, num_gpus: resources of each replica; num_cpus is also its number of threads.
       autoscaling: fields of Ray Serve's ``autoscaling_config``.
-      drain_seconds: time that requests have to finish on a replica that is being removed; after it they continue on
+      drain_seconds: time in which requests can finish on a replica that is being removed. After it, they continue on
         another replica.
     """
 

@@ -83,8 +83,8 @@ class Text:
 
 
 class Journal:
-    """Delivered output of a request. It replaces `foredraft.engine.frontend.Stream`, with the parts that responses
-    need.
+    """Delivered output of a request. The journal replaces `foredraft.engine.frontend.Stream`, with the parts that
+    responses need.
 
     Args:
       params: sampling parameters of each prompt, with a seed.
@@ -192,7 +192,7 @@ class FailoverState:
         self._last = perf_counter()
 
     def avoid(self, silent: Iterable[str]) -> None:
-        """Add replicas to those that the router avoids."""
+        """Add replicas that the router must avoid."""
         self.replica = ""
         if not self.work.avoided.issuperset(silent):
             self.work = replace(self.work, avoided=self.work.avoided.union(silent))
@@ -263,9 +263,14 @@ class ClusterBridge:
         self._settings = settings or FailoverSettings()
         self._open: dict[QueuedRequest, asyncio.Task[None]] = {}
         self._client_of: dict[QueuedRequest, str] = {}
-        self._queue: FairQueue | None = None
+        self.queue: FairQueue | None = None  # of the rows of the first request's model
         self._silent: dict[str, float] = {}  # end of the time for which each replica is avoided, on the loop's clock
         self._heard = 0.0  # time of the last message, on the loop's clock
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._open)
 
     def start(self, when_loaded: Callable[[], None]) -> None:
         """Begin to load. ``when_loaded`` is called in the thread when loading has succeeded or failed."""
@@ -365,12 +370,12 @@ class ClusterBridge:
             wants_trees=queued.wants_trees,
             wants_news=queued.wants_news,
         )
-        if self._queue is None:
-            self._queue = FairQueue(served.num_rows)
-        with self._queue.entered(client) as turn:
+        if self.queue is None:
+            self.queue = FairQueue(served.num_rows)
+        with self.queue.entered(client) as turn:
             await turn.granted
-            self._queue.charge(turn, PROMPT_COST * queued.num_prompt_tokens)
-            await self._try(FailoverState(queued, journal, work, self.metrics, self._queue, turn))
+            self.queue.charge(turn, PROMPT_COST * queued.num_prompt_tokens)
+            await self._try(FailoverState(queued, journal, work, self.metrics, self.queue, turn))
 
     async def _try(self, course: FailoverState) -> None:
         """Send the request to one replica after another until one finishes it."""

@@ -63,7 +63,8 @@ class RayFleet:
             answer.cancel()
 
     def learn(self) -> DistantServed:
-        """Fetch the served models from one of the replicas. It blocks, so it must not be called in the event loop."""
+        """Fetch the served models from one of the replicas. Fetching blocks, so it must not be called in the event
+        loop."""
         served: DistantServed = self._describe.remote().result(timeout_s=DESCRIBE_SECONDS)
         self.adopt(served)
         return served

@@ -17,7 +17,7 @@ from foredraft.serve.errors import ApiError
 from foredraft.serve.served import Served
 
 OutputIds = tuple[tuple[int, ...], ...]
-"""Token ids of the output so far, for each sample of a prompt."""
+"""Output token ids, for each sample of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ReplicaRequest:
 
     @property
     def continued(self) -> list[dict[str, Any]]:
-        """Prompts with their output so far, in the form of `LLM.stream`."""
+        """Prompts with their output, in the form of `LLM.stream`."""
         if not self.output_ids:
             return list(self.prompts)
         pairs = zip(self.prompts, self.output_ids, strict=True)

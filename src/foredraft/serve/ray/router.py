@@ -76,8 +76,8 @@ def _tell(request: PendingRequest, replica: str) -> None:
 
 
 def suitable(work: ReplicaRequest, candidates: list[RunningReplica]) -> list[RunningReplica]:
-    """Return the best replicas. Replicas with the right weights come first, then those that have not failed the
-    request, then those with the same fingerprint; replicas that are equal in all three are returned together."""
+    """Return the best replicas. Replicas with the right weights come first, then replicas that have not failed the
+    request, then replicas with the same fingerprint. Replicas that are equal in all three are returned together."""
 
     def rank(replica: RunningReplica) -> tuple[bool, bool, bool]:
         metadata = replica.replica_metadata

@@ -1,7 +1,7 @@
 """Watchdog process of a replica. It kills the replica if the replica has not run for longer than Ray waits for it.
 
 When a replica fails its health checks, Ray first requests its shutdown, and sends a signal only if the request gets no
-response in time. The connection to a stopped process may already be broken. Then the request fails at once, no signal
+response in time. The connection to a stopped process may already be broken. The request then fails at once, no signal
 is sent, and the process keeps the processors that its replacement needs (Ray 2.60).
 """
 
