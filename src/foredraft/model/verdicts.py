@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from foredraft.machine import cpu_digest
 from foredraft.model.execution.forwards import StandIn, replacement
-from foredraft.model.execution.packing import PackedLinear
+from foredraft.model.execution.packing import PackedExperts, PackedLinear, PackedProduct
 from foredraft.model.execution.stored_programs import NotStorableError, code_text, store, stored
 from foredraft.model.prober import Check, Probe
 from foredraft.native.build import instruction_set
@@ -102,12 +102,14 @@ def _modules(model: nn.Module, classes: list[type]) -> Iterator[Any]:
     has_hooks = torch_modules._has_any_global_hook()  # type: ignore[no-untyped-call]
     numbers = {kind: number for number, kind in enumerate(classes)}
     for path, module in model.named_modules():
-        forward, run = replacement(module), None
+        forward = replacement(module)
+        run: Any = None
         if has_hooks or module._forward_hooks or module._forward_pre_hooks:
             raise NotStorableError(f"{path} has hooks")
         if isinstance(forward, PackedLinear):
-            matrix = forward.product.matrix
-            run = forward.index, *forward.product.sizes, type(matrix).__name__, matrix.compute_dtype, matrix.num_bytes
+            run = forward.index, *_format_of(forward.product)
+        elif isinstance(forward, PackedExperts):
+            run = tuple(map(_format_of, forward.products))
         elif forward is not None and not isinstance(forward, StandIn):
             raise NotStorableError(f"the forward of {path} was replaced")
         tensors = [
@@ -116,6 +118,11 @@ def _modules(model: nn.Module, classes: list[type]) -> Iterator[Any]:
             if tensor is not None
         ]
         yield path, numbers[type(module)], tensors, run, type(forward).__name__
+
+
+def _format_of(product: PackedProduct) -> tuple[Any, ...]:
+    matrix = product.matrix
+    return *product.sizes, type(matrix).__name__, matrix.compute_dtype, matrix.num_bytes
 
 
 def _arithmetic(model: PreTrainedModel) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from foredraft.model.execution.forwards import StandIn, replace_forward, replace
 from foredraft.model.execution.inductor import Segment, compile_segment, folder_name, whole
 from foredraft.model.execution.lowering import NotTraceableError, Source, ancestors
 from foredraft.model.execution.operators import Runner, attention
+from foredraft.model.execution.packing import PackedExperts
 from foredraft.model.execution.tracing import Tracer, build_of
 from foredraft.native.build import cpp_compiler
 
@@ -246,6 +247,8 @@ class CompiledLayers:
     def _compile(self, layer: nn.Module, recording: Recording, index: int) -> CompiledLayer:
         if reason := what_changed(layer):
             raise NotTraceableError(reason)
+        if any(isinstance(replacement(module), PackedExperts) for module in layer.modules()):
+            raise NotTraceableError("its experts are not compiled")
         call, attention = recording.calls[index], recording.attention[index]
         tracer = Tracer(layer, call)
         key = (build_of(layer, tracer), layout_of(call), torch.get_num_threads(), str(self.cache_dir))

@@ -122,8 +122,9 @@ def chosen_for(
         return chosen
     if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
         return "eager"
+    has_experts = any(map(is_mixture, shadow_model.modules()))  # layers with experts are not compiled
     linear_layers = chain(packable(shadow_model), layers_in_floats(shadow_model))
-    return "compiled" if worth_compiling(linear_layers) else "packed"
+    return "compiled" if not has_experts and worth_compiling(linear_layers) else "packed"
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -438,7 +439,7 @@ def apply_execution(
     Args:
       shadow_model: a result of `shadow`, or a model that no other code uses; its layers are changed in place.
       kind: "eager", "packed", "compiled" or "auto". With the library's own kernels and enough memory, "auto" compiles
-        a large model if a C++ compiler is found, and packs the model otherwise. Without them it runs eagerly.
+        a large model without experts if a C++ compiler is found, and packs the model otherwise. Without them it runs eagerly.
       release_originals: free each weight once it is packed, in every model that shares it. Tied weights stay, except
         for an input embedding, whose rows are then read from the packed output embedding. Only for models that the
         library loaded itself.
