@@ -31,9 +31,8 @@ def identity_of(files: Iterable[Path]) -> str | None:
 
     Returns: None without files, and if a file cannot be read or was changed less than `RECENT_SECONDS` ago.
     """
-    found = hashlib.sha256()
-    count = 0
-    for count, file in enumerate(sorted(files), 1):
+    found, given = hashlib.sha256(), sorted(files)
+    for file in given:
         try:
             with file.open("rb") as stream:
                 stat = os.fstat(stream.fileno())
@@ -45,7 +44,7 @@ def identity_of(files: Iterable[Path]) -> str | None:
                     found.update(stream.read(SAMPLE_BYTES))
         except OSError:
             return None
-    return found.hexdigest() if count else None
+    return found.hexdigest() if given else None
 
 
 def _places(size: int) -> Iterator[int]:
