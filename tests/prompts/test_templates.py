@@ -194,8 +194,8 @@ def test_a_worker_that_somebody_ends_is_replaced(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(sys.platform != "linux", reason="processes do not show their environment")
 def test_a_worker_does_not_hold_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_API_KEY", "secret")
-    workers = processes(monkeypatch)
-    TemplateRenderer().render("", None)
+    made, workers = TemplateRenderer(), processes(monkeypatch)
+    made.render("", None)
     (worker,) = workers
     assert b"secret" not in Path(f"/proc/{worker.pid}/environ").read_bytes()
 

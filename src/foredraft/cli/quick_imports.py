@@ -162,7 +162,7 @@ def _answer_quickly(module: Any) -> None:
         if hasattr(module, name):
             setattr(module, name, _no)
     listing = getattr(module, "create_import_structure_from_path", None)
-    if hasattr(listing, "__wrapped__"):  # its cache has fewer entries than there are models
+    if listing is not None and hasattr(listing, "__wrapped__"):  # its cache has fewer entries than there are models
         module.create_import_structure_from_path = functools.cache(listing.__wrapped__)
 
 

@@ -31,8 +31,8 @@ def identity_of(files: Iterable[Path]) -> str | None:
 
     Returns: None without files, and if a file cannot be read or was changed less than `RECENT_SECONDS` ago.
     """
-    found, given = hashlib.sha256(), sorted(files)
-    for file in given:
+    found, every = hashlib.sha256(), sorted(files)
+    for file in every:
         try:
             with file.open("rb") as stream:
                 stat = os.fstat(stream.fileno())
@@ -44,7 +44,7 @@ def identity_of(files: Iterable[Path]) -> str | None:
                     found.update(stream.read(SAMPLE_BYTES))
         except OSError:
             return None
-    return found.hexdigest() if given else None
+    return found.hexdigest() if every else None
 
 
 def _places(size: int) -> Iterator[int]:

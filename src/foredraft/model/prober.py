@@ -138,8 +138,8 @@ class Prober:
 
     Args:
       lm: adapter whose weights are not packed yet.
-      is_packed: True if its weights will be packed. Attention then does not copy the keys of grouped heads, as on
-        accelerators.
+      is_packed: True if the adapter's weights will be packed. Attention then does not copy the keys of grouped heads,
+        as on accelerators.
       seed: seed of the test tokens.
     """
 
@@ -345,7 +345,7 @@ class Prober:
         """Compare the results of a plan with plain forward passes, and do the same with a fault in every row.
 
         Args:
-          control: row of the fault that determines the bound.
+          control: row of the deliberate fault that determines the bound.
           must_show: names of the faults, by row, that must change the result.
         """
         lm, reference = self._lm, self._reference

@@ -137,7 +137,7 @@ def _arithmetic(model: PreTrainedModel) -> tuple[Any, ...]:
     ]
     if device.type == "cuda":
         allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        found += [torch.cuda.get_device_name(device), torch.version.cuda, torch.backends.cudnn.version(), *allowed]
+        found += [torch.cuda.get_device_name(device), torch.version.cuda, torch.backends.cudnn.version(), *allowed]  # type: ignore[no-untyped-call]
     return tuple(found)
 
 

@@ -24,6 +24,15 @@ from foredraft.model.execution.attention import use_grouped_sdpa
 from foredraft.model.execution.calls import NUM_NODES, Recording
 from foredraft.model.execution.compiled_layers import CompiledLayers, worth_compiling
 from foredraft.model.execution.ends import Ends, store_traced, trace_ends
+from foredraft.model.execution.experts import (
+    PackedRouter,
+    is_mixture,
+    packable_experts,
+    packed_experts,
+    routers,
+    stacks_of,
+    why_not_packed,
+)
 from foredraft.model.execution.forwards import Rowwise, linears, replace_forward, replacement
 from foredraft.model.execution.lowering import NotTraceableError
 from foredraft.model.execution.native_program import NativeProgram
@@ -84,7 +93,8 @@ def check_kind(kind: str) -> None:
 
 def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
     """Return whether packed weights leave a tenth of the available memory free; log a warning if they do not."""
-    needed = packing_bytes(packable(model), release_originals)
+    stacks = (chain(*stacks_of(experts).values()) for experts in packable_experts(model))
+    needed = packing_bytes(chain(packable(model), *stacks), release_originals)
     available = available_memory_bytes()
     if available is None or needed <= 0.9 * available:
         return True
@@ -309,6 +319,9 @@ class Execution:
             return "it has its own attention code"
         if path := next((path for path, _ in quantised_layers(self.model)), ""):
             return f"its layers are quantised ({path}, for example)"
+        for path, experts in self.model.named_modules():
+            if is_mixture(experts) and (reason := why_not_packed(experts)):
+                return f"its experts ({path}) run in other kernels, since {reason}"
         if path := other_products(self.model):
             return f"{path} multiplies by its own matrices"
         for layer in linears(self.model):
@@ -382,9 +395,22 @@ class Execution:
         tied = tied_embedding(self.model) if release_originals and self.kernels is not None else None
         if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table stays unpacked
             tied = None
-        leaving = make_ready(self.model, chain(*found), tied) if release_originals else None
+        experts = packable_experts(self.model) if self.kernels is not None else ()
+        stacks = {each: stacks_of(each) for each in experts}
+        every = [stack for named in stacks.values() for parts in named.values() for stack in parts]
+        leaving = make_ready(self.model, chain(*found, every), tied) if release_originals else None
+
+        def packed(layers: Sequence[nn.Module], **options: Any) -> PackedProduct:
+            product = PackedProduct(layers, known.get(id(layers[0].weight)), **options)
+            self._products.append(product)
+            return product
+
         for group in found:
-            self._products.append(PackedProduct(group, known.get(id(group[0].weight)), leaving=leaving).put_in())
+            packed(group, leaving=leaving).put_in()
+        for each, named in stacks.items():
+            replace_forward(each, packed_experts(each, named, lambda stack: packed([stack], leaving=leaving)))
+        for router in list(routers(self.model)) if self.kernels is not None else ():
+            replace_forward(router, PackedRouter(router, packed([router], dtype=torch.float32)))
         if tied is not None:
             read_rows(self.model, tied)
 
