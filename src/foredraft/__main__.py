@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
@@ -17,6 +18,7 @@ def main() -> None:
         # Dataclasses create methods by `exec` of text. If Ctrl-C arrives inside such an `exec`, `python -m` ends by the
         # signal even if the exception is caught. Another `exec` resets that.
         exec("")
+        gc.freeze()  # otherwise the interpreter looks for garbage in all modules when it ends, which takes a second
 
 
 if __name__ == "__main__":

@@ -102,7 +102,8 @@ class EngineBusyError(ForedraftError, RuntimeError):
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Return whether an error concerns every row and must not be contained: out of memory, or the program must end.
+    """Return whether an error concerns every row and must not be contained: a lack of memory, or an exception that ends
+    the program.
 
     Exceptions outside ``Exception``, such as KeyboardInterrupt and SystemExit, end the program. Two kinds of them are
     contained. One is the panic of a Rust library. The other is asyncio's CancelledError, which can only come from an

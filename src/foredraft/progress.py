@@ -74,7 +74,7 @@ def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Cal
     """Show a bar while the block runs. The yielded function takes the numbers of finished prompts and generated tokens.
 
     Args:
-      shown: None shows the bar for several prompts on a terminal.
+      shown: whether to show the bar. None shows it for several prompts on a terminal.
     """
     console = Console(stderr=True)
     if not (console.is_terminal and num_prompts > 1 if shown is None else shown):

@@ -344,7 +344,7 @@ class DraftSize(int):
       nodes: nodes of the whole draft, root included.
       chains_only: True if only the chain of first children will be verified.
       least: smallest acceptance probability of a node. Nodes below it, and their descendants, will not be verified.
-        Drafters may ignore it.
+        Drafters may ignore this limit.
 
     Attributes:
       arm: index of the mode in which the drafter should draft, among its modes (`DrafterFacts.arms`). None leaves the

@@ -19,7 +19,7 @@ from foredraft.bench.provenance import provenance
 from foredraft.folders import keep_json, write_atomically
 
 QUIET_SHARE = 0.1
-"""Share of the processors used by other processes above which timings are not reliable."""
+"""Largest share of the processors that other processes may use; above it, timings are not reliable."""
 
 NOTHING = "-"
 """Cell of a table where nothing was timed."""

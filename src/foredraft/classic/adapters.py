@@ -129,7 +129,7 @@ class PlainModule:
 
     @property
     def model(self) -> PlainModule:
-        """The model of the reader, as in `Reader`: the object itself."""
+        """The model of the reader, as in `Reader`. A plain module is its own model."""
         return self
 
     def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:

@@ -1,10 +1,10 @@
 """The decoding loop of every classic function: propose, verify, accept, emit, observe.
 
-Cache, acceptance rule, stopping, prompt checks and length policies are the same as in the engine. The loop is not,
-because the described interface cannot run in the engine. A user's processor is called once per accepted token and draws
-from torch's global generator. The engine's noise is keyed, so `torch.manual_seed` would have no effect there.
-``use_cache=False`` reads the whole text every time, any module may be the model, and the first forward pass reads the
-whole prompt.
+Cache, acceptance rule, stopping, prompt checks and length policies are the same as in the engine. The loop is
+different, because the described interface cannot run in the engine. A user's processor is called once per accepted
+token and draws from torch's global generator. The engine's noise is keyed, so `torch.manual_seed` would have no effect
+there. ``use_cache=False`` reads the whole text every time, any module may be the model, and the first forward pass
+reads the whole prompt.
 """
 
 from __future__ import annotations

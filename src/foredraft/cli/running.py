@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.status import Status
 
+from foredraft.cli.quick_imports import quick_imports
 from foredraft.config.other_systems import aliases
 from foredraft.errors import ConfigError, ForedraftError, error_text
+from foredraft.machine import collector_paused
 
 if TYPE_CHECKING:
     from foredraft.config.speculative import SpeculativeLike
@@ -148,10 +150,11 @@ def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
     """Load the model of a verb, with a status on standard error."""
     show_loading(model)
     try:
-        from foredraft.llm import LLM
-
-        hide_progress_of_loading()
-        return LLM(model, config, **options)
+        with collector_paused():
+            with quick_imports():
+                from foredraft.llm import LLM
+            hide_progress_of_loading()
+            return LLM(model, config, **options)
     finally:
         hide_loading()
 

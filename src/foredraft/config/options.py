@@ -22,7 +22,7 @@ class Kind:
     Args:
       text: description for users, such as ``whole number, 1 or more``.
       read: function that returns the normal form of a value, given the names of the config and the key and the value.
-        Raises: ConfigError, which names both.
+        Raises: ConfigError, which names the config and the key.
       check: function that refuses values that do not work on this machine, given the key's name and a value in normal
         form. Raises: ConfigError.
     """
@@ -175,7 +175,7 @@ class Options:
                 check(name, value)
 
     def given(self) -> dict[str, Any]:
-        """Return every option that has a value. `read` makes the same options from this mapping."""
+        """Return every option that has a value. The options can be made again from this mapping with `read`."""
         return {name: value for name in self.keys() if (value := getattr(self, name)) is not None}
 
     @classmethod

@@ -232,7 +232,7 @@ def _inferred(given: Mapping[str, Any]) -> Method:
     """Infer the method from the keys.
 
     The result is the method of the head in the folder ``model``; else the only method that has one of the keys; else
-    the only method that has all keys. Without a key, or with only a draft length, it is `auto`.
+    the only method that has all keys. Without a key, or with only a draft length, the method is `auto`.
     """
     if given.keys() <= {"num_speculative_tokens"}:
         return methods()["auto"]

@@ -57,7 +57,7 @@ class DrafterContext:
     def check_trees(self, method: str) -> None:
         """Check that the target can verify trees.
 
-        Raises: ConfigError if it can only verify chains.
+        Raises: ConfigError if the target can only verify chains.
         """
         if not self.target.supports_trees:
             raise ConfigError(

@@ -37,7 +37,8 @@ LATER_RATE = 0.1
 """Prior rates of a first child and of any other child. The prior rates are high, so that drafts are tried at first."""
 
 ROW_MEMORY = 0.9
-"""Weight of a row's outcome relative to the next one. Ten tokens are a sentence, and the next may repeat nothing."""
+"""Weight of an outcome of a row relative to the next outcome. Ten tokens are a sentence, and the next may repeat
+nothing."""
 
 ROW_PRIOR = 6.0
 """Number of outcomes for which the rates of all rows count in the rate of one row. Values of 10 to 40 predict outcomes

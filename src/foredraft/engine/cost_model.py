@@ -334,9 +334,9 @@ class CostModel:
 class _Levels:
     """Logarithms of drafting times, by number of levels.
 
-    A number of levels that was not drafted for long is measured again. One that was measured fewer than `FEW` times
-    counts only if it is cheaper than the others predict. Otherwise a slow first draft, or a pause of the machine, would
-    prevent it from being tried again.
+    A number of levels that was not drafted for long is measured again. A number of levels that was measured fewer than
+    `FEW` times counts only if it is cheaper than the others predict. Otherwise a slow first draft, or a pause of the
+    machine, would prevent it from being tried again.
     """
 
     def __init__(self) -> None:

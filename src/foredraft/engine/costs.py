@@ -166,7 +166,7 @@ class StepCosts:
     def is_settled(self, num_curves: int) -> bool:
         """Return whether ``num_curves`` curves need no further measurement.
 
-        On a busy machine `FEW` times as many are required.
+        On a busy machine, `FEW` times as many measurements are required.
         """
         return len(self.curves) >= num_curves * (1 if self.is_steady else FEW)
 
@@ -271,7 +271,7 @@ def forget_curve(facts: Mapping[str, Any]) -> None:
 
 @torch.inference_mode()
 def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bool]:
-    """Time forward passes of several sizes, each paired with a single-node pass, and one after a long context.
+    """Time forward passes of several sizes, each together with a single-node pass. Time one more after a long context.
 
     The result uses the medians of the ratios within these pairs. Both passes of a pair are timed close together, so
     they run at the same speed of the machine.

@@ -60,7 +60,7 @@ on two cores), drafts of which half were right only broke even.
 
 LEAST_PREDICTED = 1 / 3
 """Smallest acceptance probability of a predicted token that is drafted. By the rule of succession, a drafted prediction
-is twice as long as the latest agreement.
+is therefore twice as long as the latest agreement.
 """
 
 

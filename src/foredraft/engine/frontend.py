@@ -560,7 +560,8 @@ class Stream(Iterator[StreamOutput]):
             self._runner.abandon(self._running)
 
     def _take(self, output: RowOutput, started: float, ended: float) -> None:
-        """Deliver the tokens that a step, between these times, added to a row."""
+        """Deliver the tokens that a step added to a row. The arguments are the times at which the step began and
+        ended."""
         row, tokens = output.row, output.token_ids
         completion = self._running[row]
         is_first = completion.started is None and not completion.num_tokens

@@ -54,8 +54,8 @@ by more).
 """
 
 APART = 0.1
-"""Fraction of a batch's remaining steps. A row that is ahead of the slowest row by this many steps is 1/e times as
-likely to end last.
+"""Lead over the slowest row, as a fraction of a batch's remaining steps. A row that is ahead of the slowest row by this
+many steps is 1/e times as likely to end last.
 """
 
 USUAL_TRIALS = 8.0
@@ -101,7 +101,7 @@ class _Pace:
       share: recent share of steps that verified a draft.
       length: recent mean of drafted nodes per row in such steps, without the pending one.
       num_steps: number of steps.
-      credit: time, in plain steps, that may be lost by trying this mode again.
+      credit: time, counted in plain steps, that may still be lost by trying this mode again.
     """
 
     tokens: float = 0.0
@@ -175,7 +175,8 @@ class _Batch:
         self._account -= lost
 
     def count(self, lost: float) -> None:
-        """Count a step that took ``lost`` plain steps longer than plain decoding of its tokens."""
+        """Count a step. ``lost`` is the time, in plain steps, by which it took longer than plain decoding of its
+        tokens."""
         self._left -= 1
         if len(self.paces) > 1 and not self.is_resting:
             for way, pace in enumerate(self.paces):
@@ -200,7 +201,7 @@ class _Way:
       widths: number of kept nodes per row, by depth, for drafts that branch.
       coverage: share of the acceptance probability that the kept nodes have, by depth.
       value: expected gain, in tokens per row, of the best parts of drafts with scores.
-      credit: time, in plain steps, that may be spent on drafts that are not expected to be worth it.
+      credit: time, counted in plain steps, that may still be spent on drafts that are not expected to be worth it.
       governing: recent time of deciding on a draft, in seconds.
     """
 
@@ -483,7 +484,7 @@ class Governor:
     def _probed(self, drafts: Sequence[DraftTree], kept: list[DraftTree]) -> list[DraftTree]:
         """Return the drafts to verify if none seems worth it: usually none, sometimes one, to measure its cost.
 
-        The curve is trusted only until some drafts were verified. A wrong curve must not prevent drafting for good.
+        The curve is trusted only until some drafts were verified. A wrong curve must not prevent drafting forever.
         """
         num_rows, costs = len(drafts), self.costs
         if costs.knows_drafts(num_rows):

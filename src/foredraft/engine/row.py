@@ -260,7 +260,7 @@ class Row:
     def learns_logprobs(self) -> bool:
         """True if the next chunk gives log-probabilities of the prompt.
 
-        Only the first sample of a request collects them.
+        Only the first sample of a request collects log-probabilities of the prompt.
         """
         wants = self.params.prompt_logprobs is not None and self.index == 0
         return wants and len(self.prompt_logprobs) == self.num_prefilled < self.num_prompt_to_read

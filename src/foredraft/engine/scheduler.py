@@ -195,7 +195,7 @@ class Scheduler:
 
     @property
     def _grain(self) -> int:
-        """Number of columns of which a reusable prefix is a multiple, under bitwise exactness.
+        """Number of columns of which the length of a reusable prefix must be a multiple, under bitwise exactness.
 
         The values in the cache depend on the tokens and on the chunk boundaries, because long chunks are read by other
         kernels than short chunks and steps. Therefore only columns of whole chunks have the bits that another prompt
@@ -254,7 +254,7 @@ class Scheduler:
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def start(self, rows: Sequence[Row]) -> None:
-        """Start decoding of rows whose prompts are in the cache, and of the other samples of their requests.
+        """Start to decode rows whose prompts are in the cache, together with the other samples of their requests.
 
         Rows with ``max_tokens`` 0 end immediately.
         """

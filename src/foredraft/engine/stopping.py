@@ -146,7 +146,7 @@ def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str
     character by character.
 
     The match that ends first wins; among matches that end together, the longest. The first ``known`` characters contain
-    no match, so only matches that end after them count.
+    no match, so only matches that end after them are considered.
     """
     best: tuple[int, int, str] | None = None
     for stop in stops:

@@ -141,7 +141,7 @@ def load(
     if ends := end_token_ids(header):
         model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     if as_stored:
-        take_codes(model, weights.codes_by_layer(model), dtype=dtype)
+        take_codes(model, weights.codes_by_layer(model), weights.codes_by_experts(model), dtype=dtype)
     return model, weights.types if as_stored else None
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers.utils import logging
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import INPUT, PLAIN, Header, TensorInfo
+from foredraft.model.execution.experts import packable_experts
 from foredraft.model.execution.packing import released
 from foredraft.model.execution.rounding import roundable
 from foredraft.model.execution.sharing import gives_rows
@@ -37,11 +39,14 @@ class Weights:
     Args:
       state: tensors by parameter name; NaN for those in ``codes``.
       codes: quantised weights by the name of their layer. They are read later.
+      experts: quantised weights (E * outputs, in) by the name of a mixture's experts and of their parameter. Parts
+        of every expert are numbered in their order.
       kept, dequantised: numbers of matrices by type.
     """
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     codes: dict[str, StoredCodes] = field(default_factory=dict)
+    experts: dict[str, dict[str, dict[int, StoredCodes]]] = field(default_factory=dict)
     kept: Counter[str] = field(default_factory=Counter)
     dequantised: Counter[str] = field(default_factory=Counter)
 
@@ -54,6 +59,15 @@ class Weights:
     def codes_by_layer(self, model: nn.Module) -> dict[nn.Module, StoredCodes]:
         """Return the quantised weights by module."""
         return {model.get_submodule(name): codes for name, codes in self.codes.items()}
+
+    def codes_by_experts(self, model: nn.Module) -> dict[nn.Module, dict[str, list[StoredCodes]]]:
+        """Return the quantised weights of experts by module and name of their parameter."""
+        return {
+            model.get_submodule(name): {
+                key: [parts[number] for number in sorted(parts)] for key, parts in named.items()
+            }
+            for name, named in self.experts.items()
+        }
 
 
 def type_name(tensor: TensorInfo) -> str:
@@ -77,7 +91,11 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
     found, file, names = Weights(), _File(header), _Names(header, structure)
     layers, looked_up = _layers(structure) if as_stored else ({}, set())
     shapes = {name: weight.shape for name, weight in structure.named_parameters(remove_duplicate=False)}
+    stacks = _Stacks(structure, names, header, as_stored=as_stored)
     for tensor in logging.tqdm(header.tensors, desc="reading tensors", leave=False):
+        if tensor.name in stacks:
+            stacks.read(tensor, file, found, dtype)
+            continue
         name, order, is_turned = names.of(tensor)
         if name is None:  # of another order than that of rows, or without a place in the model
             names.convert(tensor, file.dense(tensor, torch.float32).numpy(), found.state)
@@ -86,10 +104,7 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
             continue
         shape = torch.Size(tensor.shape[::-1] if is_turned else tensor.shape)
         if shapes.get(name, shape) != shape:
-            raise CheckpointError(
-                f"{header.path} contains {tensor.name} of shape {tuple(tensor.shape)}, but the model that its metadata "
-                f"describes has {tuple(shapes[name])} there: it is damaged; download or convert the model again"
-            )
+            raise _other_shape(header.path, tensor, shapes[name])
         layer = layers.get(name)
         codes = None if layer is None else file.codes(tensor, order)
         if layer is not None and codes is not None:
@@ -105,7 +120,7 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
         if codes is None:
             file.leave(tensor)
     found.state = {name: tensor.to(dtype) for name, tensor in found.state.items()}
-    if as_stored and not found.codes:
+    if as_stored and not found.codes and not found.experts:
         kinds = ", ".join(sorted({type_name(tensor) for tensor in header.tensors}))
         raise ConfigError(
             f"weights is 'stored', but {header.path} contains no matrix of a supported type (it contains {kinds}; "
@@ -132,6 +147,68 @@ def _layers(structure: PreTrainedModel) -> tuple[dict[str, str], set[str]]:
     elif gives_rows(embedding):
         layers[name] = paths[embedding]
     return layers, {name} if is_tied and not gives_rows(embedding) else set()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Place of a tensor (E, outputs, in) in a parameter of a mixture's experts.
+
+    Args:
+      name: name of the parameter.
+      number, count: number of the tensor among the equal parts of every expert's outputs, and number of parts.
+    """
+
+    name: str
+    number: int
+    count: int
+
+
+class _Stacks:
+    """Tensors that contain matrices of all experts of a layer.
+
+    A parameter stays quantised if the types of all its parts have kernels, and its experts can be packed.
+    """
+
+    def __init__(self, structure: nn.Module, names: _Names, header: Header, *, as_stored: bool) -> None:
+        self._shapes = {name: weight.shape for name, weight in structure.named_parameters()}
+        self._path = header.path
+        found = [(tensor, names.part_of(tensor, self._shapes)) for tensor in header.tensors if len(tensor.shape) == 3]
+        self._parts = {tensor.name: part for tensor, part in found if part is not None}
+        packable = set(packable_experts(structure)) if as_stored else set()
+        paths = {name for name, module in structure.named_modules() if module in packable}
+        self._stored = {part.name for part in self._parts.values() if part.name.rpartition(".")[0] in paths}
+        self._stored -= {part.name for tensor, part in found if part is not None and tensor.type_id not in TYPES}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def read(self, tensor: TensorInfo, file: _File, found: Weights, dtype: torch.dtype) -> None:
+        """Read a tensor.
+
+        Raises: CheckpointError for a tensor of another shape than the model's.
+        """
+        part = self._parts[tensor.name]
+        shape, size = self._shapes[part.name], tensor.shape[1]
+        if tuple(shape) != (tensor.shape[0], part.count * size, tensor.shape[2]):
+            raise _other_shape(self._path, tensor, shape)
+        if part.name in self._stored:
+            layer, _, key = part.name.rpartition(".")
+            found.experts.setdefault(layer, {}).setdefault(key, {})[part.number] = file.codes(tensor, None)
+            found.kept[type_name(tensor)] += 1
+            found.state[part.name] = released(shape, dtype)
+            return
+        found.dequantised[type_name(tensor)] += tensor.type_id not in PLAIN
+        if part.name not in found.state:
+            found.state[part.name] = torch.empty(shape, dtype=dtype)
+        found.state[part.name][:, part.number * size : (part.number + 1) * size] = file.dense(tensor, dtype)
+        file.leave(tensor)
+
+
+def _other_shape(path: Path, tensor: TensorInfo, shape: torch.Size) -> CheckpointError:
+    return CheckpointError(
+        f"{path} contains {tensor.name} of shape {tuple(tensor.shape)}, but the model that its metadata "
+        f"describes has {tuple(shape)} there: it is damaged; download or convert the model again"
+    )
 
 
 class _Names:
@@ -182,6 +259,30 @@ class _Names:
         is_same = bool((order == torch.arange(rows)).all())
         return name, None if is_same else order, is_turned
 
+    def part_of(self, tensor: TensorInfo, shapes: Mapping[str, torch.Size]) -> _Part | None:
+        """Return the place of a tensor (E, outputs, in) in a parameter of experts; None if it is changed otherwise.
+
+        Args:
+          shapes: shapes of all parameters.
+        """
+        experts, size, _ = tensor.shape
+        numbers = np.arange(1, 2 * experts * size + 1, dtype=np.float32).reshape(experts, size, 2)
+        state: dict[str, torch.Tensor] = {}
+        with suppress(Exception):  # code that needs the other numbers of a row as well
+            self.convert(tensor, numbers, state)
+        if len(state) != 1:
+            return None
+        ((name, made),) = state.items()
+        if name not in shapes or made.dim() != 3 or not size or made.shape[1] % size:
+            return None
+        count, wanted = made.shape[1] // size, torch.from_numpy(numbers)
+        for number in range(count):
+            placed = torch.zeros_like(made)
+            placed[:, number * size : (number + 1) * size] = wanted
+            if torch.equal(made, placed):
+                return _Part(name, number, count)
+        return None
+
     def convert(self, tensor: TensorInfo, data: np.ndarray[Any, Any], state: dict[str, torch.Tensor]) -> None:
         """Add the contents of a tensor to a state as transformers does. Tensors that it does not use are left out."""
         made = self._processor.process(
@@ -228,7 +329,7 @@ class _File:
             return kind.codes(rows[first:last] if order is None else rows[order[first:last]])
 
         blocks = StoredBlocks(rows, tensor.type_id, order, lambda: self.leave(tensor))
-        return StoredCodes(torch.Size(tensor.shape), kind.form, read, blocks)
+        return StoredCodes(torch.Size((len(rows), tensor.shape[-1])), kind.form, read, blocks)
 
     def dense(self, tensor: TensorInfo, dtype: torch.dtype, order: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of a tensor, dequantised."""

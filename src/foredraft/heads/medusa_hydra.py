@@ -174,8 +174,8 @@ class MultiHeads(nn.Module):
 
         Args:
           head: index of the head.
-          inputs: (M, H), context vectors. For heads that read the path, (M, (head + 2) H): each context vector,
-            followed by the embeddings of the pending token and of the ``head`` drafted tokens after it.
+          inputs: (M, H), context vectors. For heads that read the path, inputs are (M, (head + 2) H): each context
+            vector, followed by the embeddings of the pending token and of the ``head`` drafted tokens after it.
           output: target's output layer, for heads without their own.
 
         Returns: (M, V), or (M, V_d) if the output layers cover a part of the vocabulary.

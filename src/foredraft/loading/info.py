@@ -40,6 +40,8 @@ class Loaded:
       stored_dtype: dtype of the checkpoint, if it is known and the library loaded it.
       quantization: rounding of the linear layers, or "stored".
       types: quantisation types of stored weights, and those that had to be dequantised.
+      identity: identity of the files that the library read the weights from (`foredraft.loading.identity`); None if it
+        is not known, or the model's code is from its checkpoint.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -51,6 +53,7 @@ class Loaded:
     stored_dtype: torch.dtype | None = None
     quantization: str | None = None
     types: str | None = None
+    identity: str | None = None
 
     @classmethod
     def of(

@@ -29,12 +29,13 @@ from foredraft.gguf.blocks import TYPES
 from foredraft.gguf.header import Header, part_names, read_header
 from foredraft.gguf.tokenizer import read_tokenizer
 from foredraft.loading.checkpoint_errors import as_checkpoint_error, check_shards
+from foredraft.loading.identity import files_of, identity_of
 from foredraft.loading.info import Loaded
 from foredraft.loading.layouts import LAYOUTS, method_of, settings_of
 from foredraft.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foredraft.loading.stored import load_codes
 from foredraft.machine import collector_paused
-from foredraft.model.building import without_weights
+from foredraft.model.building import WithoutCompiler, without_weights
 from foredraft.model.dtypes import check_dtype, choose_dtype, stored_dtype
 from foredraft.model.execution.rounding import DEQUANTIZED, STORED, check_quantization, check_weights, quantize_weights
 from foredraft.model.lm import CausalLM
@@ -124,6 +125,10 @@ def load_model(
         loaded = _load_weights(source, front, as_stored)
     loaded = loaded.to(place).eval()
     found = Loaded.of(loaded, source.name, True, tokenizer, stored, quantization)
+    if not trust_remote_code:
+        parts = front if isinstance(front, Header) else blocks
+        files = {*files_of(source), *(part.path for part in (() if parts is None else parts.files))}
+        found = replace(found, identity=identity_of(files))
     if types is not None:
         return replace(found, quantization=STORED, types=types)
     if quantization is not None:
@@ -142,6 +147,7 @@ def adapter_of(
         quantization=loaded.quantization,
         kv_cache_dtype=kv_cache_dtype,
         activations=activations,
+        weights=loaded.identity,
     )
 
 
@@ -248,7 +254,7 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
             f"{source.name} has weights in the layout of {method}, which neither foredraft nor transformers "
             f"{transformers.__version__} can read; load the original model with quantization='int8'"
         )
-    with as_checkpoint_error(source, "weights", method), quiet:
+    with as_checkpoint_error(source, "weights", method), quiet, WithoutCompiler():
         model, report = AutoModelForCausalLM.from_pretrained(
             source.location, config=config, dtype=dtype, output_loading_info=True, **source.options
         )

@@ -26,7 +26,8 @@ NOTHING, CONFIDENCE, DISTRIBUTION = "nothing", "confidence", "distribution"
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, DISTRIBUTION})
 
 MAX_LENGTH = 32
-"""Longest draft that a schedule grows to. A row in a loop accepts every draft, and logits take (B, N, V) memory."""
+"""Longest draft that a schedule grows to. The limit is needed because a row in a loop accepts every draft, and logits
+take (B, N, V) memory."""
 
 FIRST_REFERENCE = 2.0
 """Reference entropy in nats for a row with fewer than 16 recorded entropies."""

@@ -6,14 +6,42 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from foredraft.progress import no_progress_bars
 
 
+class WithoutCompiler(TorchFunctionMode):
+    """Mode in which models are built on the meta device without torch's compiler, whose import takes seconds.
+
+    On the meta device, torch initialises weights, makes ranges and does arithmetic in code that belongs to its
+    compiler. There is nothing to initialise, and ranges (of positions, of frequencies) are made on the CPU. A function
+    of tensors on both devices is computed on the meta device.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange:
+            on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
+            return func(*args, **{**kwargs, "device": "cpu"} if on_meta else kwargs)
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        if any(tensor.is_meta for tensor in given):
+            if getattr(func, "__module__", None) == "torch.nn.init":
+                return given[0]
+            args = tuple(map(_on_meta, args))
+            kwargs = {name: _on_meta(each) for name, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _on_meta(value: Any) -> Any:
+    is_elsewhere = isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0
+    return value.to("meta") if is_elsewhere else value
+
+
 def without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
     """Build the modules of a model on the meta device."""
-    with torch.device("meta"):
+    with WithoutCompiler(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
@@ -31,7 +59,7 @@ def build(
     Returns: the model in evaluation mode; the names of its weights that are missing in ``state``, which have random
       values; and the names in ``state`` that the model does not have.
     """
-    with no_progress_bars():
+    with no_progress_bars(), WithoutCompiler():
         model, report = kind.from_pretrained(  # type: ignore[attr-defined]
             None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
         )

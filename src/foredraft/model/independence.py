@@ -15,6 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from foredraft.errors import UnsupportedModelError
+from foredraft.model.execution.experts import own_matrices
 
 NUM_ROWS = 17  # more than any kernel for few rows takes (8 in GGUF's)
 FEW = (1, 5)
@@ -85,11 +86,12 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def other_products(model: nn.Module) -> str:
-    """Return the path of a module with a matrix that is neither a linear layer nor an embedding, such as experts; empty
-    without such a module.
+    """Return the path of a module with a matrix that the library's own kernels do not multiply by: neither a linear
+    layer nor an embedding, nor experts or a router that can be packed. Empty if there is none.
     """
+    own = own_matrices(model)
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)) or module in own:
             continue
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)) and not _is_norm(module):
             return str(path)
@@ -98,7 +100,8 @@ def other_products(model: nn.Module) -> str:
 
 @torch.inference_mode()
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module scales inputs of its weight's shape, (heads, size), and returns the same shape."""
+    """Return whether a module scales inputs that have the shape of its weight, (heads, size), and returns the same
+    shape."""
     weights = list(module.parameters())
     if len(weights) != 1:
         return False

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from foredraft.config.engine import Guarantee, guaranteed
 from foredraft.errors import ShapeError
 from foredraft.machine import return_free_memory
+from foredraft.model import verdicts
 from foredraft.model.cache.ragged import KVCache
 from foredraft.model.dtypes import kv_dtype
 from foredraft.model.execution.attention import NotPassedOnError
 from foredraft.model.execution.compiled_layers import detach
-from foredraft.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
+from foredraft.model.execution.execution import Execution, apply_execution, chosen_for, compute_dtype
 from foredraft.model.execution.rounding import quantize_weights, round_activations
 from foredraft.model.independence import check_rows_independent, unchanged_attributes
 from foredraft.model.layouts import lay_out
@@ -72,6 +73,9 @@ class CausalLM:
       quantization: "int8" or "int4": run the model with its linear layers rounded to 8 or 4 bits. None for no rounding.
       kv_cache_dtype: "auto", "bfloat16" or "int8": dtype to which keys and values are rounded when they are written.
       activations: "int8": round the inputs of integer weights to 8 bits. None: to 16 bits.
+      weights: identity of the values of the weights (`foredraft.loading.identity`). The result of the test is then
+        kept on disk, and a result from an earlier start replaces the test; see `foredraft.model.verdicts`. None: always
+        test.
 
     Attributes:
       vocab_size: V, the number of tokens that have a logit.
@@ -101,6 +105,7 @@ class CausalLM:
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         activations: str | None = None,
+        weights: str | None = None,
     ) -> None:
         model = check_supported(model)
         asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
@@ -137,16 +142,22 @@ class CausalLM:
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
                 self.rounds_inputs = check_rows_independent(self._shadow, self.name, self.dtype, self.device)
-        is_packed = choose_execution(execution, self.device, self.dtype) != "eager"
-        prober = Prober(self, is_packed=is_packed) if probe else None
+        way: dict[str, Any] = {"release_originals": release_originals, "earlier": earlier}
+        chosen = chosen_for(self._shadow, execution, **way)
+        options = {**self._asked, "chosen": chosen, "release_originals": release_originals}
+        key = verdicts.key_of(model, weights, options) if probe and weights is not None else None
+        found, has_program = verdicts.known(key) or (None, False)
+        prober = Prober(self, is_packed=chosen != "eager") if probe and found is None else None
         if prober is not None:
             prober.before()
-        self.run_by(apply_execution(self._shadow, execution, release_originals=release_originals, earlier=earlier))
+        self.run_by(apply_execution(self._shadow, execution, chosen=chosen, **way))
         self._not_native = self.rounds_inputs or self.execution.why_not_native() or runs_own_attention(self)
-        self._record()
-        self._judge(None if prober is None else prober.after())
+        self._record(is_checked=has_program)
+        self._judge(found if prober is None else prober.after())
         if self.probe is not None:
             self._probes[self._state.structure] = self.probe
+            if found is None and not self.rounds_inputs:
+                verdicts.keep(key, self.probe, has_program=self.execution.program is not None)
         return_free_memory()
 
     def run_by(self, execution: Execution) -> None:
@@ -162,12 +173,16 @@ class CausalLM:
         self._lists_all = execution.kernels is not None or execution.num_compiled > 0
 
     @torch.inference_mode()
-    def _record(self) -> None:
-        """Record the program for forward passes over few nodes, and compile the layers."""
+    def _record(self, *, is_checked: bool) -> None:
+        """Record the program for forward passes over few nodes, and compile the layers.
+
+        Args:
+          is_checked: the same program was compared with the modules before.
+        """
         run, forward = self.execution, partial(trial, self)
         self._lists_all = self._lists_all or run.compiled is not None
         if self._lists_all:
-            run.record(self.layers, self._masks.windows, forward, self._num_positions)
+            run.record(self.layers, self._masks.windows, forward, self._num_positions, is_checked=is_checked)
         run.compile(self.name, self.layers if run.compiled is not None else (), forward)
 
     def _fix_ropes(self) -> int | None:

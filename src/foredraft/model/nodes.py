@@ -18,7 +18,7 @@ from foredraft.native.attention import DecodeAttention, PrefillAttention
 from foredraft.tree import DraftTree
 
 BLOCK = 256
-"""Number of nodes of a long chain that run attention together."""
+"""Number of nodes of a long chain for which attention is computed together."""
 
 
 _is_chain, _tokens = attrgetter("is_chain"), attrgetter("tokens")
@@ -36,8 +36,8 @@ class Nodes:
       counts: number of real nodes of every row; the other nodes are padding that attends only to itself.
       ancestors: bool (B, N, S + N), True for the ancestors of a node and the node itself; None when every row is a
         chain.
-      num_fed: S, the number of committed columns at the end of every row that are nodes of the same tree and were fed
-        earlier. New nodes see those among them that are their ancestors, and depths count from the root before them.
+      num_fed: S, the number of nodes of the same tree that were fed earlier. They are the last S committed columns of
+        every row. New nodes see those among them that are their ancestors, and depths count from the root before them.
     """
 
     tokens: torch.Tensor

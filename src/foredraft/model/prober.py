@@ -100,6 +100,8 @@ class Probe:
       num_tokens: sum of rows times width over these forward passes.
       seconds: duration, without packing.
       extra_bytes: largest of these layers in that dtype, which is held beside the model for the duration of a call.
+      is_kept: True if this result was found at an earlier start and read from the cache folder; see
+        `foredraft.model.verdicts`.
     """
 
     checks: tuple[Check, ...]
@@ -111,6 +113,7 @@ class Probe:
     num_tokens: int
     seconds: float
     extra_bytes: int
+    is_kept: bool = False
 
     @property
     def supports_trees(self) -> bool:
@@ -135,8 +138,8 @@ class Prober:
 
     Args:
       lm: adapter whose weights are not packed yet.
-      is_packed: True if its weights will be packed. Attention then does not copy the keys of grouped heads, as on
-        accelerators.
+      is_packed: True if the adapter's weights will be packed. Attention then does not copy the keys of grouped heads,
+        as on accelerators.
       seed: seed of the test tokens.
     """
 
@@ -342,7 +345,7 @@ class Prober:
         """Compare the results of a plan with plain forward passes, and do the same with a fault in every row.
 
         Args:
-          control: row of the fault that determines the bound.
+          control: row of the deliberate fault that determines the bound.
           must_show: names of the faults, by row, that must change the result.
         """
         lm, reference = self._lm, self._reference

@@ -186,7 +186,7 @@ def _converting(forward: Callable[..., Any], modules: list[nn.Module], dtype: to
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a tensor; a weight that packing has released is one repeated number and stays so."""
+    """Convert a tensor. A weight that packing has released is one repeated number, also after the conversion."""
     if _is_one_number(tensor):
         return tensor[(0,) * tensor.dim()].to(dtype).expand(tensor.shape)
     return tensor.to(dtype)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from foredraft.model.cache.ragged import KVCache
+from foredraft.model.execution.experts import packable_experts
 from foredraft.model.execution.forwards import replacement
 from foredraft.model.execution.packing import packable
 from foredraft.model.nodes import Nodes
@@ -47,7 +48,7 @@ def hide_parents(nodes: Nodes, row: int) -> Nodes:
 
 
 def show_siblings(nodes: Nodes, row: int) -> Nodes:
-    """Show every earlier node to a node, related or not."""
+    """Let a node attend to every earlier node, related or not."""
     return _with_ancestors(nodes, row, lambda seen, parent: torch.ones_like(seen).tril())
 
 
@@ -102,8 +103,8 @@ class ProbePlan:
 
     @classmethod
     def whole(cls, vocab_size: int, seed: int, faults: Sequence[Fault]) -> ProbePlan:
-        """Return a plan with partly rejected chains, a single token, trees of which one branch is kept, and the step
-        after it.
+        """Return a plan of steps: chains that are partly rejected, a single token, trees of which one branch is kept,
+        and one more step.
 
         Args:
           faults: faults to make in the trees, each in an additional row that otherwise equals the first.
@@ -345,8 +346,10 @@ def epsilon(dtype: torch.dtype, rounds_inputs: str) -> float:
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, least)
 
 
-Samples: TypeAlias = dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
-"""Inputs and outputs of linear layers' own code, a few rows of each, to compare with replacement forwards."""
+Samples: TypeAlias = dict[nn.Module, tuple[list[torch.Tensor], torch.Tensor]]
+"""Inputs and outputs of the own code of linear layers and experts, a few rows of each, to compare with replacement
+forwards.
+"""
 
 
 @contextmanager
@@ -355,11 +358,11 @@ def linear_samples(model: nn.Module | None) -> Iterator[Samples]:
     samples: Samples = {}
 
     def keep(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        inputs, outputs = (tensor.reshape(-1, tensor.shape[-1])[:NUM_ROWS].clone() for tensor in (args[0], output))
+        *inputs, outputs = (each.reshape(-1, each.shape[-1])[:NUM_ROWS].clone() for each in (*args, output))
         samples[layer] = inputs, outputs
 
     # before the model's own hooks, which are not part of the replaced forward
-    layers = [] if model is None else packable(model)
+    layers = [] if model is None else [*packable(model), *packable_experts(model)]
     handles = [layer.register_forward_hook(keep, prepend=True) for layer in layers]
     try:
         yield samples
@@ -372,7 +375,7 @@ def linear_errors(model: nn.Module, samples: Samples) -> dict[str, float]:
     """Return relative errors, by path, of the layers with a replaced forward; NaN if the original gave NaN."""
     paths = {module: path for path, module in model.named_modules()}
     return {
-        paths[layer]: _relative_distance(layer.forward(inputs), outputs)
+        paths[layer]: _relative_distance(layer.forward(*inputs), outputs)
         for layer, (inputs, outputs) in samples.items()
         if replacement(layer) is not None
     }

@@ -67,7 +67,9 @@ struct Nodes {  // rows of nodes, padded to one width; the nodes of a row follow
 enum Code {
   COPY, NEG, ABS, RELU, EXP, SQRT, RSQRT, RECIPROCAL, SIGMOID, SILU, TANH, GELU, GELU_TANH,  // one operand
   ADD, SUB, MUL, DIV, LARGER, SMALLER,                                                    // two operands
-  SUM,                                                                                   // over the last dimension
+  SUM, PEAK,  // sum and largest of the last dimension
+  ORDER,         // places of the numbers in the last dimension, the largest number first
+  GATHER,        // numbers of the second operand at the places in the first
 };
 
 struct Operand {  // numbers at `strides`, `offset` numbers after the beginning of a base
@@ -88,11 +90,13 @@ enum Role { SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT };  // scratch of a thread or 
 
 struct Step {
   int64_t kind, first, count;                // OPERATIONS: range of operations
-  int64_t matrix, input, output;             // PRODUCT: index of the matrix, and bases
+  int64_t matrix, input, output;             // PRODUCT, GROUPED_PRODUCT: index of the matrix, and bases
   int64_t query, key, value, attended;       // ATTENTION: bases
+  int64_t chosen, num_chosen, num_experts;   // GROUPED_PRODUCT: base of the experts that a node chooses, as float32
+  int64_t has_own_inputs;                    // GROUPED_PRODUCT: whether every choice has an input, or every node
 };
 
-enum { OPERATIONS = 0, PRODUCT = 1, ATTENTION = 2 };
+enum { OPERATIONS = 0, PRODUCT = 1, ATTENTION = 2, GROUPED_PRODUCT = 3 };
 
 struct Program {  // computation of layers with the same structure
   const Base* bases;
@@ -197,6 +201,11 @@ struct Growing {
   float power;
 };
 
+struct BlockShape {  // of a packed weight
+  int64_t outputs, bytes;
+};
+
+BlockShape block_of(const Matrix& matrix);
 void fetch_matrix(const Matrix& matrix);
 
 extern "C" {
@@ -204,6 +213,8 @@ void foredraft_rows(const Matrix* matrix, const int64_t* outputs, int64_t count,
 void unpack_codes(const Matrix* matrix, int64_t output, int64_t kind, void* out);
 void multiply_codes(const Matrix* matrix, const void* x, int64_t rows, void* out, int threads);
 void foredraft_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads);
+int64_t foredraft_grouped_product(const Matrix* stack, int64_t num_experts, const void* x, int64_t repeats,
+                                  const int64_t* chosen, int64_t count, void* out, int threads);
 void foredraft_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                 const void* mask, void* out, float* scratch, int threads);
 int64_t foredraft_decode_attention_scratch(const Attention* call, int threads);

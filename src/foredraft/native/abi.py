@@ -19,7 +19,7 @@ SCALE_BYTES = 4
 """Bytes of the scale that follows the int8 numbers of each head in a cache."""
 SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
 """Memory areas of a program's operands."""
-OPERATIONS, PRODUCT, ATTENTION = range(3)
+OPERATIONS, PRODUCT, ATTENTION, GROUPED_PRODUCT = range(4)
 """Kinds of a program's steps."""
 CODES = {
     name: number
@@ -27,6 +27,7 @@ CODES = {
         [
             *("copy", "neg", "abs", "relu", "exp", "sqrt", "rsqrt", "reciprocal", "sigmoid", "silu", "tanh"),
             *("gelu", "gelu_tanh", "add", "sub", "mul", "div", "maximum", "minimum", "sum"),
+            *("peak", "order", "gather"),
         ]
     )
 }
@@ -110,9 +111,12 @@ class Base(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """A step of a program: operations, a product, or attention."""
+    """A step of a program: operations, a product, attention, or a product with the experts that nodes choose."""
 
-    _fields_ = _of(Integer, "kind first count matrix input output query key value attended")
+    _fields_ = _of(
+        Integer,
+        "kind first count matrix input output query key value attended chosen num_chosen num_experts has_own_inputs",
+    )
 
 
 class Program(ctypes.Structure):
@@ -224,6 +228,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "read_blocks": (None, Integer, Integer, Address, Address, Integer, Integer, Address, Threads),
     "rows": (None, Address, Address, Integer, Integer, Address),
     "product": (None, Address, Address, Integer, Address, Threads),
+    "grouped_product": (Integer, Address, Integer, Address, Integer, Address, Integer, Address, Threads),
     "decode_attention": (None, *(Address,) * 7, Threads),
     "decode_attention_scratch": (Integer, Address, Threads),
     "prefill_attention": (None, *(Address,) * 6, Threads),

@@ -1,4 +1,4 @@
-// Computation between products: norms, angles, activations and sums, one node after another, in float32.
+// Computation between products: norms, angles, activations, sums and orders, one node after another, in float32.
 //
 // The instructions for a number do not depend on its lane, and the order of a sum depends only on the number of its
 // terms. The bits of a node therefore do not depend on other nodes.
@@ -7,6 +7,9 @@
 
 #include "abi.h"
 #include "functions.h"
+
+#include <algorithm>
+#include <vector>
 
 template <int64_t CODE>
 static inline Vector applied(Vector a, Vector b) {
@@ -77,4 +80,23 @@ static inline float sum_of(const float* from, int64_t count) {
   for (int width = LANES / 2; width > 0; width /= 2)
     for (int lane = 0; lane < width; ++lane) parts[lane] += parts[lane + width];
   return parts[0];
+}
+
+static inline float largest_of(const float* from, int64_t count) {
+  float most = from[0];
+  for (int64_t i = 1; i < count; ++i) most = from[i] > most ? from[i] : most;
+  return most;
+}
+
+// Writes the places of contiguous numbers, the largest number first; of equal ones the first, NaN before all others.
+static inline void write_order(const float* from, int64_t count, float* out, int64_t stride, std::vector<int32_t>& order) {
+  order.resize(count);
+  for (int64_t i = 0; i < count; ++i) order[i] = (int32_t)i;
+  const auto is_before = [&](int32_t a, int32_t b) {
+    const bool is_nan = from[a] != from[a], is_other_nan = from[b] != from[b];
+    if (is_nan || is_other_nan) return is_nan != is_other_nan ? is_nan : a < b;
+    return from[a] != from[b] ? from[a] > from[b] : a < b;
+  };
+  std::sort(order.begin(), order.end(), is_before);
+  for (int64_t i = 0; i < count; ++i) out[i * stride] = (float)order[i];
 }

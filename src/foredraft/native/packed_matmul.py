@@ -118,17 +118,44 @@ class PackedMatrix:
         self.rounding = _rounding(activation_bytes) if activation_bytes else torch.finfo(torch.float32).eps
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else dtype
         self.instruction_set = kernels.instruction_set
-        self._run, self._unpack = kernels.product, kernels.rows
+        self._kernels = kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply inputs (..., in) of `compute_dtype`, giving (..., out)."""
-        if x.dtype != self.compute_dtype:  # the kernel would write beyond the output
-            raise TypeError(f"a matrix that multiplies in {self.compute_dtype} was given {x.dtype}")
         outputs, inputs = self._size
-        x = x.contiguous()
+        x = self._checked(x)
         out = x.new_empty((*x.shape[:-1], outputs))
-        self._run(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
+        self._kernels.product(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
         return out
+
+    def grouped(self, x: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Multiply inputs by the experts that they choose. Weights of other experts are not read.
+
+        Args:
+          x: inputs of `compute_dtype`, (T, in) for the same input of all choices, or (T, K, in).
+          chosen: numbers of experts, int64 (T, K).
+          num_experts: number of experts E; the matrix (E * out, in) contains one after another, in whole blocks.
+
+        Returns: (T, K, out).
+        Raises: IndexError for an expert that does not exist, ValueError for shapes that do not fit together.
+        """
+        outputs = self._size[0]
+        x, chosen = self._checked(x), chosen.long().contiguous()
+        out = x.new_empty((*chosen.shape, outputs // num_experts))
+        is_shared = x.dim() == chosen.dim()
+        if x.shape[:-1] != (chosen.shape[:-1] if is_shared else chosen.shape):
+            raise ValueError(f"inputs of shape {tuple(x.shape)} do not fit experts of shape {tuple(chosen.shape)}")
+        repeats = chosen.shape[-1] if is_shared else 1
+        given = self.address, num_experts, x.data_ptr(), repeats, chosen.data_ptr(), chosen.numel(), out.data_ptr()
+        if self._kernels.grouped_product(*given, torch.get_num_threads()) != 0:
+            raise IndexError(f"expert {int(chosen.min())} or {int(chosen.max())} of {num_experts}")
+        return out
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        """Return contiguous inputs. With another dtype or size, the kernel would write beyond the output."""
+        if x.dtype != self.compute_dtype:
+            raise TypeError(f"a matrix that multiplies in {self.compute_dtype} was given {x.dtype}")
+        return x.contiguous()
 
     def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows of `dense` with these indices, int64 (...) -> (..., in), without unpacking the others.
@@ -142,7 +169,7 @@ class PackedMatrix:
         if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._size[0]:
             raise IndexError(f"rows {int(outputs.min())} to {int(outputs.max())} of {self._size[0]}")
         out = torch.empty((*outputs.shape, self._size[1]), dtype=dtype)
-        self._unpack(self.address, outputs.data_ptr(), outputs.numel(), KINDS[dtype], out.data_ptr())
+        self._kernels.rows(self.address, outputs.data_ptr(), outputs.numel(), KINDS[dtype], out.data_ptr())
         return out
 
 
@@ -202,7 +229,7 @@ class NativeMatrix(PackedMatrix):
 
 
 class CodesMatrix(PackedMatrix):
-    """A weight in integer codes, multiplied by activations rounded to 16 or 8 bits with one scale per 64 inputs or fewer.
+    """A weight in integer codes. Activations are rounded to 16 or 8 bits, with one scale per 64 inputs or fewer.
 
     Args:
       given: codes, or parts that are concatenated along the outputs. Parts are rounded or read piece by piece, so that
@@ -210,8 +237,8 @@ class CodesMatrix(PackedMatrix):
       bias: (out,), or None.
       kernels: compiled functions.
       activation_bytes: 2, or 1, which halves the arithmetic of many rows on most CPUs.
-      ignores_infinite: multiply infinite activations, and others of their span, as 0; for drafts. By default, the result
-        is NaN.
+      ignores_infinite: multiply infinite activations, and others of their span, as 0; for drafts. By default, the
+        result is NaN.
       dtype: float32 or bfloat16, dtype of inputs and results.
       seen: callback after each packed piece.
 
@@ -277,8 +304,9 @@ class CodesMatrix(PackedMatrix):
             form.group,
             activation_bytes,
             dtype,
-            *halves,
-            ignores_infinite,
+            scale_halves=halves[0],
+            zero_halves=halves[1],
+            ignores_infinite=ignores_infinite,
         )
         for number, (part, begin) in enumerate(zip(parts, _begins_of(parts), strict=True)):
             for first, last in pieces(part.shape):

@@ -277,12 +277,18 @@ extern "C" void foredraft_product(const Matrix* matrix, const void* x, int64_t n
             pieces);
 }
 
-// Announces the matrix of the next product, for prefetching.
-void fetch_matrix(const Matrix& matrix) {
+// Returns the size of a block of outputs in memory.
+BlockShape block_of(const Matrix& matrix) {
   const int64_t of_code = bits_of(matrix.kind), bits = of_code ? of_code : matrix.kind == FLOAT32 ? 32 : 16;
   const int64_t span = of_code ? (matrix.group ? matrix.group : CODES_SPAN) : matrix.kind == PAIRS ? 32 : 1;
   const int64_t size = of_code ? CODES_BLOCK : matrix.kind == PAIRS ? 32 : BLOCK;
-  fetch_next(matrix.weight, size * rounded_up(matrix.inputs, span) * bits / 8, (matrix.outputs + size - 1) / size);
+  return {size, size * rounded_up(matrix.inputs, span) * bits / 8};
+}
+
+// Announces the matrix of the next product, for prefetching.
+void fetch_matrix(const Matrix& matrix) {
+  const BlockShape block = block_of(matrix);
+  fetch_next(matrix.weight, block.bytes, (matrix.outputs + block.outputs - 1) / block.outputs);
 }
 
 // Returns the outputs per block of a matrix in float32. Blocks of pairs have 32.

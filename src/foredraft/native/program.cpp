@@ -37,6 +37,7 @@ struct Work {
   std::vector<Room> masks;
   std::vector<char*> inputs;
   std::vector<char*> bases;
+  std::vector<int64_t> chosen;
   Room memory, scratch, of_threads, tables, rows;
 };
 
@@ -75,6 +76,29 @@ void sum(const Operation& o, char* a, char* out) {
       *at<float>(out, o.out, i, j) = sum_of(at<float>(a, o.first, i, j), o.sizes[2]);
 }
 
+void find_largest(const Operation& o, char* a, char* out) {
+  for (int64_t i = 0; i < o.sizes[0]; ++i)
+    for (int64_t j = 0; j < o.sizes[1]; ++j)
+      *at<float>(out, o.out, i, j) = largest_of(at<float>(a, o.first, i, j), o.sizes[2]);
+}
+
+void put_in_order(const Operation& o, char* a, char* out) {
+  static thread_local std::vector<int32_t> order;
+  for (int64_t i = 0; i < o.sizes[0]; ++i)
+    for (int64_t j = 0; j < o.sizes[1]; ++j)
+      write_order(at<float>(a, o.first, i, j), o.sizes[2], at<float>(out, o.out, i, j), o.out.strides[2], order);
+}
+
+void gather(const Operation& o, char* a, char* b, char* out) {
+  for (int64_t i = 0; i < o.sizes[0]; ++i)
+    for (int64_t j = 0; j < o.sizes[1]; ++j) {
+      const float *places = at<float>(a, o.first, i, j), *from = at<float>(b, o.second, i, j);
+      float* to = at<float>(out, o.out, i, j);
+      for (int64_t k = 0; k < o.sizes[2]; ++k)
+        to[k * o.out.strides[2]] = from[(int64_t)places[k * o.first.strides[2]] * o.second.strides[2]];
+    }
+}
+
 void run_operation(const Operation& o, const Base* bases, char* a, char* b, char* out) {
   switch (o.code) {
     case COPY:
@@ -88,6 +112,9 @@ void run_operation(const Operation& o, const Base* bases, char* a, char* b, char
     CASE(TANH); CASE(GELU); CASE(GELU_TANH); CASE(ADD); CASE(SUB); CASE(MUL); CASE(DIV); CASE(LARGER); CASE(SMALLER);
 #undef CASE
     case SUM: return sum(o, a, out);
+    case PEAK: return find_largest(o, a, out);
+    case ORDER: return put_in_order(o, a, out);
+    case GATHER: return gather(o, a, b, out);
   }
 }
 
@@ -141,7 +168,12 @@ const Matrix* first_matrix(const Layer& layer, const Step* from) {
   return nullptr;
 }
 
-bool is_shared(const Model& model, const Matrix& matrix) { return matrix.inputs * matrix.outputs >= model.least_shared; }
+// Returns whether threads share a product. Those with experts are shared one by one.
+bool is_shared(const Model& model, const Layer& layer, const Step& step) {
+  const Matrix& matrix = *(const Matrix*)layer.given[step.matrix];
+  const int64_t parts = step.kind == GROUPED_PRODUCT ? step.num_experts : 1;
+  return matrix.inputs * matrix.outputs / parts >= model.least_shared;
+}
 
 struct Around {  // inputs and outputs of a layer's steps in addition to its weights
   char* states;          // hidden states of nodes
@@ -151,6 +183,14 @@ struct Around {  // inputs and outputs of a layer's steps in addition to its wei
   int64_t first_row;
   const Layer* next;     // next layer, or null
 };
+
+// Multiplies by the experts that nodes choose, of which there are as many as the router has outputs.
+void multiply_chosen(const Matrix& stack, const Step& step, char* const* bases, int64_t nodes, Work& work, int threads) {
+  const float* chosen = (const float*)bases[step.chosen];
+  work.chosen.assign(chosen, chosen + nodes * step.num_chosen);
+  foredraft_grouped_product(&stack, step.num_experts, bases[step.input], step.has_own_inputs ? 1 : step.num_chosen,
+                            work.chosen.data(), nodes * step.num_chosen, bases[step.output], threads);
+}
 
 void run(const Model& model, const Layer& layer, const Around& around, int64_t nodes, Work& work, int threads) {
   const Program& program = *layer.program;
@@ -177,9 +217,13 @@ void run(const Model& model, const Layer& layer, const Around& around, int64_t n
         const Matrix* after = first_matrix(layer, step + 1);
         if (!after && around.next) after = first_matrix(*around.next, around.next->program->steps);
         if (after) fetch_matrix(*after);
-        foredraft_product(matrix, bases[step->input], nodes, bases[step->output], is_shared(model, *matrix) ? threads : 1);
+        foredraft_product(matrix, bases[step->input], nodes, bases[step->output], is_shared(model, layer, *step) ? threads : 1);
         break;
       }
+      case GROUPED_PRODUCT:
+        multiply_chosen(*(const Matrix*)layer.given[step->matrix], *step, bases, nodes, work,
+                        is_shared(model, layer, *step) ? threads : 1);
+        break;
       case ATTENTION: {
         const Form& form = model.forms[layer.form];
         const Attention& call = work.calls[layer.form];
@@ -248,7 +292,7 @@ void prepare(const Model& model, const Store& store, const Nodes& fed, Work& wor
 int crew_of(const Model& model, int threads) {
   for (const Layer* layer = model.layers; layer < model.layers + model.num_layers; ++layer)
     for (const Step* step = layer->program->steps; step < layer->program->steps + layer->program->num_steps; ++step)
-      if (step->kind == PRODUCT && is_shared(model, *(const Matrix*)layer->given[step->matrix])) return threads;
+      if ((step->kind == PRODUCT || step->kind == GROUPED_PRODUCT) && is_shared(model, *layer, *step)) return threads;
   return 1;
 }
 

@@ -46,7 +46,7 @@ class Sampler:
       matching: state of the grammar that the output must match, if there is one.
 
     Attributes:
-      seed: seed of the row. The engine sets it; until then it is the seed of ``params``, or a fresh one.
+      seed: seed of the row. The engine sets the seed. Before that, it is the seed of ``params``, or a random one.
       eos_token_ids: the argument.
       custom_processor_seconds: time spent in ``params.logits_processors``.
       contains_faults: True if an exception of a custom processor only leaves its nodes without a distribution.

@@ -264,7 +264,7 @@ class Matching:
         return True
 
     def _goes_on_alone(self) -> bool:
-        """Switch to a newly compiled automaton, unless the row has one already; return whether this works."""
+        """Switch to a newly compiled automaton, unless the row has its own already. Return whether this works."""
         if self._is_alone:
             return False
         try:

@@ -208,7 +208,7 @@ class Rewriter:
     def _containing(self, schema: dict[str, Any]) -> Iterable[Schema]:
         """Rewrite `contains` so that one of the first items matches.
 
-        This is stricter, since a mask cannot foresee the end of an array.
+        The rewritten schema is stricter, because a mask cannot foresee the end of an array.
         """
         least, most = schema.get("minContains", 1), schema.get("maxContains")
         if "contains" not in schema or "unevaluatedItems" in schema or least not in range(MOST_CONTAINED + 1):

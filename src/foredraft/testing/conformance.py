@@ -332,11 +332,11 @@ def check_drafter(
 ) -> Shown:
     """Check every property that a drafter and the engine around it must have, on one target, and print the evidence.
 
-    The output must equal that of plain decoding, greedy and sampled, at every depth. This is checked for single rows,
-    and in a ragged batch in which rows start and end. Further cases are EOS and token limit at every offset inside a
-    draft, empty drafts, an aborted request, several samples of one prompt, several runs of one drafter, and drafts that
-    a governor deepens and cuts. After every step the cache must end right before the pending token, and the step must
-    have made one target forward. At the end no drafter may contain any state of a row.
+    The output must equal that of plain decoding, greedy and sampled, at every depth. All of this is checked for single
+    rows, and in a ragged batch in which rows start and end. Further cases are EOS and token limit at every offset
+    inside a draft, empty drafts, an aborted request, several samples of one prompt, several runs of one drafter, and
+    drafts that a governor deepens and cuts. After every step the cache must end right before the pending token, and the
+    step must have made one target forward. At the end no drafter may contain any state of a row.
 
     Args:
       make_drafter: function that returns a fresh drafter for a depth.

@@ -196,5 +196,5 @@ def seams(
 
 
 def _found(stock: dict[Kernel, Kernel], value: Any) -> Kernel | None:
-    """Return the replacement of a function, found by identity."""
+    """Return the replacement of a function. The function is found by identity."""
     return next((kernel for known, kernel in stock.items() if known is value), None)

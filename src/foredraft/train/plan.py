@@ -176,7 +176,7 @@ class Plan:
         self.small.check()
 
     def tokens_of_forward(self, device: str) -> int:
-        """Return the tokens per forward pass on a type of device; 0 for one text at a time."""
+        """Return the number of tokens per forward pass on a type of device; 0 for one text at a time."""
         if self.forward_tokens is not None:
             return self.forward_tokens
         return 0 if device == "cpu" else FORWARD_TOKENS

@@ -61,7 +61,8 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """Progress of a run. With the weights and the optimiser state it determines the rest of the run."""
+    """Progress of a run. Together with the weights and the optimiser state, `Progress` determines the rest of the
+    run."""
 
     step: int = 0
     num_examples: int = 0

@@ -48,7 +48,7 @@ class Setting:
       title: name of the method as written by the user.
       config: speculative config that is saved if this setting is chosen.
       length: longest draft in tokens; None if the setting does not set it.
-      nodes: largest number of nodes; None if the setting does not set it.
+      nodes: largest number of nodes; None if the setting does not limit it.
       is_governed: True if measured costs decide the size of drafts.
     """
 

@@ -62,8 +62,8 @@ class Hits:
     def tokens_per_step(self, tree: RankTree) -> float:
         """Return the mean number of tokens per step, bonus included, over all positions with enough tokens after them.
 
-        Independence of the depths is not assumed, but the tree was grown from the same positions. If entries are not
-        whole, depths are assumed to be right or wrong independently.
+        The result does not assume that depths are independent. But the tree was grown from the same positions. If the
+        entries are not whole, each depth is assumed to be right or wrong independently of the others.
         """
         if not self.are_whole:
             return tree.value(self.accuracies)
@@ -92,7 +92,7 @@ def measured_hits(
     Args:
       drafter: the drafter with the heads. The drafter drafts while the prompts are decoded, which does not change the
         output.
-      params: sampling parameters. Candidates are ranked as for a row with these parameters.
+      params: sampling parameters. The parameters also decide how candidates are ranked.
       interrupted: event that is set if Ctrl-C ended the decoding early; without one, KeyboardInterrupt is raised.
 
     Exactness: the output equals that of the target. Randomness: that of ``params``.
@@ -231,8 +231,8 @@ def measured_costs(
 ) -> tuple[CostCurve, CostCurve]:
     """Time verifications and proposals of a tree at several sizes, after 256 tokens of context.
 
-    Of several timings the shortest counts, and a size never costs more than a larger one, because disturbances of the
-    machine only lengthen a timing.
+    The shortest of several timings counts, and a size never costs more than a larger one. Disturbances of the machine
+    can only lengthen a timing.
 
     Args:
       drafter: a drafter with a `Growth` that is not in use.

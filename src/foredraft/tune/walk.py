@@ -137,7 +137,7 @@ class Walk:
 
     Args:
       target: model of the outputs. The walk creates the rows and makes no forward pass.
-      drafter: drafter whose drafts depend on the tokens of rows alone (`DrafterFacts.drafts_from_text`).
+      drafter: drafter that drafts from the tokens of rows alone (`DrafterFacts.drafts_from_text`).
       texts: recorded outputs, in the order in which they enter.
       acceptance: model that learns from whole drafts. If there is a governor, it is the governor's model.
 

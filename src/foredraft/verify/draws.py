@@ -133,7 +133,7 @@ def judge_again(
       tested: the test that failed.
       finding: the finding of that test.
       rate: false alarm rate of all distribution tests together.
-      level: level of one distribution test.
+      level: significance level of one distribution test.
       until: time at which to stop, on the clock of `time.monotonic`.
 
     Exactness: the number of samples does not depend on their values, so both levels stay exact.

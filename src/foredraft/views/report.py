@@ -168,8 +168,8 @@ def _details(record: Record) -> Iterator[str]:
 
 
 def _table(compared: Record) -> str:
-    """Table of the timed methods, the fastest first, and of plain decoding. With two methods or more it has bars, on
-    which a dashed line marks plain decoding."""
+    """Table of the timed methods, the fastest first, and of plain decoding. With two methods or more, the table has
+    bars, on which a dashed line marks plain decoding."""
     rows = _timed(compared)
     if not rows:
         return ""

@@ -130,8 +130,8 @@ class ModelProposer:
       sampler: the user's processor.
       target: target model, which determines the vocabulary and device of the distributions.
       gamma: tokens per draft without ``egag``.
-      egag: policy that chooses the length by the entropy of the drafter's distribution, at the processor's temperature
-        and before its filter.
+      egag: policy that chooses the draft length by the entropy of the drafter's distribution. The entropy is taken at
+        the processor's temperature and before its filter.
     """
 
     def __init__(

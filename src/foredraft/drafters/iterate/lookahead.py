@@ -89,8 +89,8 @@ class LookaheadDrafter(ContextDrafter):
 class GuessWindow:
     """Levels of guesses for future positions; each level contains the target's choices after the level above it.
 
-    Column j of level l guesses the token l + j places after the pending token, which is itself column 0 of level 0. A
-    cell of level 0 follows the cells to its left. Every other cell follows the cell above it:
+    Column j of level l contains a guess for the token l + j places after the pending token. The pending token itself is
+    column 0 of level 0. A cell of level 0 follows the cells to its left. Every other cell follows the cell above it:
 
         level 0   pending - a1 - a2 - a3
                   |         |    |    |
@@ -103,8 +103,8 @@ class GuessWindow:
 
     Args:
       size: number of columns, W.
-      num_levels: number of levels of a full window, N - 1. The window starts with the first level, N - 2 columns
-        wider, and each of its first steps trades one column for one level.
+      num_levels: number of levels of a full window, N - 1. The window starts with the first level, N - 2 columns wider
+        than a full window. Each of its first steps removes one column and adds one level.
       initial: function that makes tokens for the first level, and for cells without another guess.
       ends: tokens that end a row. Such tokens are never used as guesses, because nothing can follow them.
     """

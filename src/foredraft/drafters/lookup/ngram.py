@@ -77,7 +77,7 @@ class SuffixIndex:
         self._num_tokens = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index the tokens that are new since the last call."""
+        """Index the tokens that were added since the last call."""
         for end in range(max(self._num_tokens, 1), len(tokens)):
             for order, ends in self._ends.items():
                 if order <= end:

@@ -291,7 +291,8 @@ class SwiftSearch:
 
         Args:
           score: score of the candidate.
-          score_again: function that scores the current best set on the same tokens. The candidate must score higher.
+          score_again: function that scores the current best set on the same tokens. The candidate must score higher
+            than that.
         """
         if score > self.best_score and self.num_trials and score_again is not None:
             self.best_score = score_again(self.best)

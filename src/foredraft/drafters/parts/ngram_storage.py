@@ -48,7 +48,7 @@ class NGramStorage:
         self._num_branches = num_branches
         self._filler_weight = filler_weight
         self.epoch = object()
-        """Object that is replaced by every `reset`, so that holders of an old one can detect the reset."""
+        """Object that is replaced by every `reset`. Code that keeps the old object can thus detect the reset."""
         self._successors_of: dict[tuple[int, ...], Successors] = {}
 
     def __len__(self) -> int:
@@ -67,7 +67,8 @@ class NGramStorage:
         Args:
           tokens: all tokens of the row.
           ranked: ``ranked[i]`` are the target's top tokens, best first, at the position of ``tokens[first + i]``; the
-            list may be shorter than the tokens. The emitted token itself is counted once, as emitted.
+            list may be shorter than the tokens. The emitted token itself is counted once, with the weight of an emitted
+            token.
           first: index of the first token to count.
         """
         for place in range(max(first, 1), len(tokens)):
@@ -94,8 +95,8 @@ class NGramStorage:
         return []
 
     def log_shares(self, tokens: Sequence[int], guess: Guess | None = None) -> Callable[[int], Tensor | None]:
-        """Return a function that gives, level by level, the log share (1,) of the best token, and None at the path's
-        end.
+        """Return a function that is called for every level. It returns the log share (1,) of the best token, and None
+        at the end of the path.
         """
         context = list(tokens[-self._orders.start :])
 

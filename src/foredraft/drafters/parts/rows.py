@@ -24,7 +24,7 @@ class FedNodes:
     rolled back. These columns stay in place until something else is fed, so that accepted nodes may be committed.
 
     Args:
-      cache: cache in which the whole of every row is committed.
+      cache: cache in which all tokens of every row are committed.
       drafts: growing drafts, in the order of their slots. Rows between them are padded.
     """
 
@@ -112,7 +112,7 @@ def chains_by_slot(drafts: Sequence[GrowingDraft], texts: Sequence[list[int]]) -
 
 
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Clamp tokens in place to the drafter's vocabulary, so that its last token replaces unknown ones."""
+    """Clamp tokens in place to the drafter's vocabulary: unknown tokens become its last token."""
     return tokens.clamp_(max=model.num_embeddings - 1)
 
 

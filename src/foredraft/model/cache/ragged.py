@@ -140,7 +140,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
         """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other.
 
-        Buffers that must be copied anyway shrink in the other direction if rows need far less there.
+        Buffers that must be copied anyway shrink in the other dimension if rows need far less of it.
         """
         if capacity > self._needed_columns:
             self._needed_columns = capacity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +55,7 @@ class Recording:
     Args:
       layers: all decoder layers.
       forward: function that runs a number of nodes through the model, and returns logits (1, S, V).
+      of_values: also record what layers compute. Otherwise no weights are read, and outputs and logits are meaningless.
 
     Attributes:
       calls: common form of the calls, by layer.
@@ -65,11 +67,14 @@ class Recording:
     Raises: NotTraceableError if calls have no common form.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor], *, of_values: bool = True
+    ) -> None:
         with unmultiplied(packed_layers(layers)):  # only the sizes of the first forward pass are compared
             self._see(layers, forward, NUM_NODES[0])
         first = self.of_layers
-        self._see(layers, forward, NUM_NODES[1])
+        with nullcontext() if of_values else unmultiplied(packed_layers(layers)):
+            self._see(layers, forward, NUM_NODES[1])
         self.calls = [call_of(*each) for each in zip(first, self.of_layers, strict=True)]
 
     def keep_forms(self) -> None:

@@ -24,6 +24,15 @@ from foredraft.model.execution.attention import use_grouped_sdpa
 from foredraft.model.execution.calls import NUM_NODES, Recording
 from foredraft.model.execution.compiled_layers import CompiledLayers, worth_compiling
 from foredraft.model.execution.ends import Ends, store_traced, trace_ends
+from foredraft.model.execution.experts import (
+    PackedRouter,
+    is_mixture,
+    packable_experts,
+    packed_experts,
+    routers,
+    stacks_of,
+    why_not_packed,
+)
 from foredraft.model.execution.forwards import Rowwise, linears, replace_forward, replacement
 from foredraft.model.execution.lowering import NotTraceableError
 from foredraft.model.execution.native_program import NativeProgram
@@ -56,8 +65,7 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Resolve "auto" and check that the device can run the execution.
 
-    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` also compiles the
-      model if it is large enough and a C++ compiler is found.
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `chosen_for` also looks at the model.
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     """
     check_kind(kind)
@@ -85,7 +93,8 @@ def check_kind(kind: str) -> None:
 
 def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
     """Return whether packed weights leave a tenth of the available memory free; log a warning if they do not."""
-    needed = packing_bytes(packable(model), release_originals)
+    stacks = (chain(*stacks_of(experts).values()) for experts in packable_experts(model))
+    needed = packing_bytes(chain(packable(model), *stacks), release_originals)
     available = available_memory_bytes()
     if available is None or needed <= 0.9 * available:
         return True
@@ -97,6 +106,24 @@ def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
         available / 1e9,
     )
     return False
+
+
+def chosen_for(
+    shadow_model: PreTrainedModel, kind: str, *, release_originals: bool = False, earlier: Execution | None = None
+) -> str:
+    """Return the execution of a model: its kind, or for "auto" the best one that fits; see `apply_execution`.
+
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    device = shadow_model.get_input_embeddings().weight.device
+    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
+    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
+    if kind != "auto" or chosen != "packed":
+        return chosen
+    if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
+        return "eager"
+    linear_layers = chain(packable(shadow_model), layers_in_floats(shadow_model))
+    return "compiled" if worth_compiling(linear_layers) else "packed"
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -178,6 +205,8 @@ class Execution:
         windows: Mapping[str, int | None],
         forward: Callable[[int], torch.Tensor],
         context_length: int | None,
+        *,
+        is_checked: bool = False,
     ) -> None:
         """Record the program that runs forward passes over few nodes without modules, if the model allows it.
 
@@ -186,17 +215,20 @@ class Execution:
           windows: number of positions that a node sees, by attention type, including its own; None for all.
           forward: function that runs a number of nodes through the modules.
           context_length: number of positions of the model; None for no limit.
+          is_checked: True if the same program of the same model was compared with the modules before, so that nothing
+            needs to be computed.
         """
         if self.kernels is None or not self.uses_grouped_attention:
             self.why_no_program = "it does not run in the library's own kernels"
             return
         try:
-            recording = Recording(layers, forward)
+            recording = Recording(layers, forward, of_values=not is_checked)
             programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
             ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
             dtype = compute_dtype(self.model)
             program = NativeProgram(self.model, programs, ends, windows, self.kernels, dtype, context_length)
-            program.check(recording)
+            if not is_checked:
+                program.check(recording)
         except Exception as error:  # raised by the model's code or by torch
             self._say_why(error)
             return
@@ -287,6 +319,9 @@ class Execution:
             return "it has its own attention code"
         if path := next((path for path, _ in quantised_layers(self.model)), ""):
             return f"its layers are quantised ({path}, for example)"
+        for path, experts in self.model.named_modules():
+            if is_mixture(experts) and (reason := why_not_packed(experts)):
+                return f"its experts ({path}) run in other kernels, since {reason}"
         if path := other_products(self.model):
             return f"{path} multiplies by its own matrices"
         for layer in linears(self.model):
@@ -360,9 +395,22 @@ class Execution:
         tied = tied_embedding(self.model) if release_originals and self.kernels is not None else None
         if tied is not None and [self.model.get_output_embeddings()] not in found:  # the table stays unpacked
             tied = None
-        leaving = make_ready(self.model, chain(*found), tied) if release_originals else None
+        experts = packable_experts(self.model) if self.kernels is not None else ()
+        stacks = {each: stacks_of(each) for each in experts}
+        every = [stack for named in stacks.values() for parts in named.values() for stack in parts]
+        leaving = make_ready(self.model, chain(*found, every), tied) if release_originals else None
+
+        def packed(layers: Sequence[nn.Module], **options: Any) -> PackedProduct:
+            product = PackedProduct(layers, known.get(id(layers[0].weight)), **options)
+            self._products.append(product)
+            return product
+
         for group in found:
-            self._products.append(PackedProduct(group, known.get(id(group[0].weight)), leaving=leaving).put_in())
+            packed(group, leaving=leaving).put_in()
+        for each, named in stacks.items():
+            replace_forward(each, packed_experts(each, named, lambda stack: packed([stack], leaving=leaving)))
+        for router in list(routers(self.model)) if self.kernels is not None else ():
+            replace_forward(router, PackedRouter(router, packed([router], dtype=torch.float32)))
         if tied is not None:
             read_rows(self.model, tied)
 
@@ -383,6 +431,7 @@ def apply_execution(
     cache_dir: Path | str | None = None,
     progress: Callable[[str], None] | None = None,
     earlier: Execution | None = None,
+    chosen: str | None = None,
 ) -> Execution:
     """Make a shadow run in the chosen execution.
 
@@ -396,18 +445,14 @@ def apply_execution(
       cache_dir: folder for compiled kernels of "compiled"; inductor/ in the cache folder by default.
       progress: function that receives one line before long work of "compiled".
       earlier: execution of another shadow of the same model; its packed weights are reused where they are unchanged.
+      chosen: result of `chosen_for` with the same arguments, if it is known.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     Exactness: equals eager execution within the rounding of the dtype.
     """
     device = shadow_model.get_input_embeddings().weight.device
-    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
-    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
-    if kind == "auto" and chosen == "packed":
-        if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
-            chosen = "eager"
-        elif worth_compiling(chain(packable(shadow_model), layers_in_floats(shadow_model))):
-            chosen = "compiled"
+    if chosen is None:
+        chosen = chosen_for(shadow_model, kind, release_originals=release_originals, earlier=earlier)
     execution = Execution(shadow_model, chosen)
     execution._products += packed_products(shadow_model)
     if execution.kind == "eager":

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from foredraft.model.execution.operators import attention, product
+from foredraft.model.execution.operators import attention, grouped_product, product
 from foredraft.native import abi
 from foredraft.native.library import KINDS
 
@@ -224,7 +224,7 @@ class Lowering:
         self._run_of, run = {}, 0
         for node in body:
             self._run_of[node] = run
-            run += node.target in (product.default, attention.default)
+            run += node.target in _STEPS
         self._last_run = self._lasting(body)
         self._homes = {node: number for number, node in enumerate(self._outputs)}
         for node in body:
@@ -296,7 +296,7 @@ class Lowering:
 
     def _home_is_wanted(self, node: fx.Node) -> bool:
         """Return whether other steps read the result of a node."""
-        is_given = any(user.target in (product.default, attention.default) for user in node.users)
+        is_given = any(user.target in _STEPS for user in node.users)
         return is_given or self._last_run[node] > self._run_of[node]
 
     def _lay_out(self) -> int:
@@ -489,8 +489,8 @@ class Lowering:
                 found = self._apply(code, None, found, self._view(limit))
         return self._apply("copy", node, found)
 
-    def _sum(self, x: View, dims: Sequence[int]) -> View:
-        """Sum over some dimensions, which remain with size 1."""
+    def _sum(self, x: View, dims: Sequence[int], code: str = "sum") -> View:
+        """Sum over some dimensions, which remain with size 1, or reduce them by another operation."""
         rank = len(x.shape) + 1
         places = {dim % rank for dim in dims}
         if x.node_dim is None or x.node_dim in places:
@@ -506,18 +506,59 @@ class Lowering:
         outer = tuple(x.shape[place] for place in kept)
         rows = math.prod(outer)
         out = self._new(None, (rows, 1), 0)
-        op = abi.Operation(abi.CODES["sum"])
-        op.sizes[:] = (1, rows, count)
-        for place, view, steps in (
-            (op.out, out, (0, 1, 0)),
-            (op.first, moved, (0, count, 1)),
-            (op.second, moved, (0, 0, 0)),
-        ):
-            place.base, place.offset, place.strides[:] = view.base, view.offset, steps
-            self._touch(view.base)
-        self._operations.append(op)
+        self._emit_over(code, (rows, count), (out, (1, 0)), (moved, (count, 1)))
         shape = tuple(1 if place in summed else size for place, size in enumerate(x.shape))
         return replace(out, shape=shape, strides=_strides(shape), node_dim=x.node_dim)
+
+    def _emit_over(self, code: str, sizes: tuple[int, int], *operands: tuple[View, tuple[int, int]]) -> None:
+        """Emit an operation over the last of two dimensions.
+
+        Args:
+          sizes: rows, and numbers of a row.
+          operands: result, first operand, and second operand if there is one, each with strides of both dimensions.
+        """
+        op = abi.Operation(abi.CODES[code])
+        op.sizes[:] = (1, *sizes)
+        given = operands if len(operands) > 2 else (*operands, operands[1])
+        for place, (view, steps) in zip((op.out, op.first, op.second), given, strict=True):
+            place.base, place.offset, place.strides[:] = view.base, view.offset, (0, *steps)
+            self._touch(view.base)
+        self._operations.append(op)
+
+    def _softmax(self, node: fx.Node) -> View:
+        x, dim, *_ = _args(node)
+        x = self._view(x)
+        powers = self._apply("exp", None, self._apply("sub", None, x, self._sum(x, [dim], "peak")))
+        return self._apply("div", node, powers, self._sum(powers, [dim]))
+
+    def _top(self, node: fx.Node) -> tuple[View, View]:
+        """Lower the largest numbers of the last dimension and their places, which are numbers in float32."""
+        given, count, *rest = _args(node)
+        x = self._read(self._contiguous(self._view(given)))
+        dim, is_largest, _ = (*rest, *(-1, True, True)[len(rest) :])
+        size, rows = x.shape[-1], math.prod(x.shape[:-1])
+        if x.node_dim is None or x.node_dim == len(x.shape) or dim % (len(x.shape) + 1) != len(x.shape):
+            raise NotTraceableError("the model selects the largest numbers of several nodes")
+        if not is_largest:
+            raise NotTraceableError("the model selects the smallest numbers")
+        order = self._new(None, x.shape, x.node_dim)
+        self._emit_over("order", (rows, size), (order, (size, 1)), (x, (size, 1)))
+        first = self._cut(order, len(x.shape), 0, count)
+        values, places = (self._new(node, first.shape, x.node_dim) for _ in range(2))
+        self._emit_over("gather", (rows, count), (values, (count, 1)), (order, (size, 1)), (x, (size, 1)))
+        return values, self._emit("copy", places, first)
+
+    def _gathered(self, node: fx.Node) -> View:
+        """Lower the selection of numbers of the last dimension by their places."""
+        source, dim, places = _args(node)[:3]
+        values, chosen = (self._read(self._contiguous(self._view(each))) for each in (source, places))
+        rank = len(values.shape)
+        if values.node_dim in (None, rank) or dim % (rank + 1) != rank or chosen.shape[:-1] != values.shape[:-1]:
+            raise NotTraceableError("the model selects numbers of other nodes")
+        (count, size), rows = (chosen.shape[-1], values.shape[-1]), math.prod(values.shape[:-1])
+        out = self._new(node, chosen.shape, values.node_dim)
+        self._emit_over("gather", (rows, count), (out, (count, 1)), (chosen, (count, 1)), (values, (size, 1)))
+        return out
 
     def _mean(self, x: View, dims: Sequence[int]) -> View:
         rank = len(x.shape) + 1
@@ -704,6 +745,25 @@ class Lowering:
         self._steps.append(step)
         return View(step.output, 0, shape, _strides(shape), node_dim)
 
+    def _grouped_product(self, node: fx.Node) -> View:
+        x, chosen, number, num_experts, size = _args(node)
+        index: Any = self._views[number]
+        dtype, inputs, choices = self._dtypes[index], self._view(x), self._view(chosen)
+        if inputs.node_dim != 0 or choices.node_dim != 0:
+            raise NotTraceableError("the inputs of experts are not a list of nodes")
+        stored, places = self._stored(inputs, dtype), self._stored(choices, torch.float32)
+        self._close_run()
+        self._touch(stored)
+        self._touch(places)
+        shape, node_dim = dims_of(node)
+        step = abi.Step(abi.GROUPED_PRODUCT)
+        step.matrix, step.input, step.chosen = self._give(("product", index)), stored, places
+        step.num_chosen, step.num_experts = math.prod(choices.shape), num_experts
+        step.has_own_inputs = len(inputs.shape) > len(choices.shape)
+        step.output = self._memory(dtype, step.num_chosen * size)
+        self._steps.append(step)
+        return View(step.output, 0, shape, _strides(shape), node_dim)
+
     def _attention(self, node: fx.Node) -> View:
         if self._heads is not None:
             raise NotTraceableError("a layer calls attention more than once")
@@ -863,6 +923,8 @@ def _zeros(lowering: Lowering, node: fx.Node) -> View:
     return lowering._filled(node, 0.0)
 
 
+_STEPS = product.default, grouped_product.default, attention.default
+"""Operators that are steps of their own."""
 _UNARY = {
     getattr(aten, name).default: name
     for name in ("neg", "abs", "relu", "exp", "sqrt", "rsqrt", "reciprocal", "sigmoid", "silu", "tanh")
@@ -917,7 +979,11 @@ _LOWERED: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
     aten.cat.default: Lowering._cat,
     aten.stack.default: Lowering._stack,
     aten.zeros_like.default: _zeros,
+    aten._softmax.default: Lowering._softmax,
+    aten.topk.default: Lowering._top,
+    aten.gather.default: Lowering._gathered,
     product.default: Lowering._product,
+    grouped_product.default: Lowering._grouped_product,
     attention.default: Lowering._attention,
 }
 if hasattr(aten, "_fused_rms_norm"):

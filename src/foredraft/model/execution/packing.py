@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foredraft.model.execution.forwards import StandIn, replace_forward, replacement
+from foredraft.model.execution.forwards import Rowwise, StandIn, replace_forward, replacement
 from foredraft.model.state import version_of
 from foredraft.native import memory
 from foredraft.native.codes import Codes, StoredCodes, Unrounded
@@ -48,6 +48,15 @@ class DenseMatrix:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) of `compute_dtype` -> (..., out)."""
         return F.linear(x, self.packed, self._bias)
+
+    def grouped(self, x: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Multiply inputs by the experts that they choose, as `PackedMatrix.grouped` does."""
+        weights = self.packed.view(num_experts, -1, self.packed.shape[1])
+        rows = x[..., None, :].expand(*chosen.shape, -1) if x.dim() == chosen.dim() else x
+        out = x.new_empty((*chosen.shape, weights.shape[1]))
+        for expert in sorted(set(chosen.flatten().tolist())):
+            out[chosen == expert] = F.linear(rows[chosen == expert], weights[expert])
+        return out
 
     def dense(self) -> torch.Tensor:
         """Return the weight (out, in)."""
@@ -88,14 +97,41 @@ def _codes_matrix(
     return DenseMatrix(Codes.joined(read).dense().to(dtype), bias)
 
 
+class StackedWeight(nn.Module):
+    """The matrices of all experts of a mixture as the weight of one linear layer, expert after expert.
+
+    Args:
+      weight: parameter (E, outputs, in) of the mixture.
+      outputs: first and last output of every expert that belong to the layer, if the parameter contains more.
+    """
+
+    bias = None
+
+    def __init__(self, weight: nn.Parameter, outputs: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.num_experts = weight.shape[0]
+        self.first, self.last = outputs or (0, weight.shape[1])
+
+    @property
+    def out_features(self) -> int:
+        """Outputs of one expert."""
+        return self.last - self.first
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight (E * out, in)."""
+        return self.weight.detach()[:, self.first : self.last].flatten(0, 1)
+
+
 class PackedProduct:
     """One matrix for several linear layers with the same input; its product is split among them.
 
     Args:
-      layers: `nn.Linear` or `Conv1D` layers of one dtype and number of inputs, all with or all without a bias.
+      layers: `nn.Linear` or `Conv1D` layers of one dtype and number of inputs, all with or all without a bias; or one
+        `StackedWeight`.
       earlier: product of layers with the same tensors, whose packed matrix is reused if their values are unchanged.
       codes: function that returns the rounded weight of a layer as integers; None to pack the weight as it is.
-      dtype: dtype of inputs and outputs; by default that of the weights.
+      dtype: dtype of inputs and outputs; by default that of the weights. Weights that are not rounded are packed in it.
       leaving: releaser of the original weights, which frees their memory, piece by piece while a weight is packed.
 
     Attributes:
@@ -144,6 +180,11 @@ class PackedProduct:
         if self._dtype == matrix.compute_dtype:
             return matrix(x)
         return matrix(x.to(matrix.compute_dtype)).to(self._dtype)
+
+    def grouped(self, x: torch.Tensor, chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Multiply inputs by the experts that they choose: (T, in) or (T, K, in), int64 (T, K) -> (T, K, out)."""
+        matrix = self.matrix
+        return matrix.grouped(x.to(matrix.compute_dtype), chosen, num_experts).to(self._dtype)
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """(..., in) -> (..., out) of one layer. The others reuse the product if they get the same tensor object."""
@@ -238,7 +279,7 @@ class PackedProduct:
 
     @property
     def num_weights(self) -> int:
-        return sum(weight.numel() for weight in self._weights())
+        return sum(map(_num_weights, self.layers))
 
     @property
     def out_features(self) -> int:
@@ -260,10 +301,11 @@ class PackedProduct:
         found = [list[torch.Tensor]() for _ in self.layers]
 
         are_leaving = leaving is not None and all(weight in leaving for weight in self._weights())
+        is_converted = self._codes is None and self._weight_dtype != self._dtype
 
         def see(number: int, piece: torch.Tensor) -> None:
             """Add up the packed piece while it is in the processor's cache, or free the original."""
-            if type(self.layers[number]) is Conv1D:
+            if type(self.layers[number]) is Conv1D or is_converted:
                 return
             if not are_leaving:
                 found[number].append(row_sums(piece))
@@ -271,7 +313,7 @@ class PackedProduct:
                 leaving(piece)
 
         if self._codes is None:
-            weights = [dense_weight(layer) for layer in self.layers]
+            weights = [dense_weight(layer).to(self._dtype) for layer in self.layers]
             self.sizes = [len(weight) for weight in weights]
             self.matrix = _matrix(weights, bias, see)
         else:
@@ -316,6 +358,97 @@ class PackedLinear:
     def sums(self) -> torch.Tensor:
         """`row_sums` of the original weight."""
         return self.product.sums(self.index)
+
+
+class PackedStack:
+    """One parameter (E, outputs, in) of a mixture's experts, packed.
+
+    Args:
+      products: products whose outputs, expert by expert, are concatenated.
+    """
+
+    def __init__(self, products: Sequence[PackedProduct]) -> None:
+        self.products = tuple(products)
+        self.stacks: list[StackedWeight] = [product.layers[0] for product in products]  # type: ignore[misc]
+        self.num_experts = self.stacks[0].num_experts
+
+    def grouped(self, x: torch.Tensor, chosen: torch.Tensor) -> list[torch.Tensor]:
+        """Multiply inputs by the experts that they choose: (T, in) or (T, K, in), int64 (T, K) -> (T, K, out) each."""
+        return [product.grouped(x, chosen, self.num_experts) for product in self.products]
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight (E, outputs, in) as it was packed, even if the original was released."""
+        whole = [product.dense() for product in self.products]
+        return torch.cat([each.view(self.num_experts, -1, each.shape[1]) for each in whole], 1)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """`row_sums` of the original weight."""
+        return torch.cat([product.sums(0) for product in self.products])
+
+
+class PackedExperts(StandIn):
+    """Replacement forward of the experts of a mixture. Only weights of experts that some row chooses are read.
+
+    Args:
+      gate_up: weights of both inner projections: one stack with the gate first, or one product for each.
+      down: weight of the outer projection.
+      act_fn: activation of the gate.
+
+    Exactness: equals the experts of `transformers` within the rounding of the dtype. Every row is multiplied by itself,
+      and the results of its experts are added in the order in which the router returns them. In the library's own
+      kernels, its bits do not depend on other rows.
+    """
+
+    def __init__(self, gate_up: PackedStack, down: PackedStack, act_fn: nn.Module) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = Rowwise(type(act_fn).forward.__get__(act_fn))
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts: (T, H), int64 (T, K), (T, K) -> (T, H)."""
+        products = self.activation, self.gate_up.grouped, self.down.grouped
+        return weighted_experts(*products, hidden_states, top_k_index, top_k_weights)
+
+    @property
+    def products(self) -> tuple[PackedProduct, ...]:
+        return *self.gate_up.products, *self.down.products
+
+    def stack_of(self, weight: nn.Parameter) -> PackedStack | None:
+        """Return the packed form of a parameter of the experts; None for a parameter that is not packed."""
+        return next((stack for stack in (self.gate_up, self.down) if stack.stacks[0].weight is weight), None)
+
+
+Grouped: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+"""Function from inputs (T, in) or (T, K, in) and experts (T, K) to the parts of a result (T, K, out)."""
+
+
+def weighted_experts(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    inner: Grouped,
+    outer: Grouped,
+    hidden_states: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted sum of chosen gated experts, added in the order of the choices, in float32.
+
+    Args:
+      activation: elementwise activation of the gate.
+      inner: products with the gate and the other inner projection, in one part or in two.
+      outer: product with the outer projection, in one part.
+      hidden_states, chosen, weights: (T, H), int64 (T, K) and (T, K).
+    """
+    parts = inner(hidden_states, chosen)
+    gate, up = parts if len(parts) > 1 else parts[0].chunk(2, dim=-1)
+    (results,) = outer(activation(gate) * up, chosen)
+    terms = results.float() * weights.float()[..., None]
+    total = terms.select(1, 0)
+    for place in range(1, terms.shape[1]):
+        total = total + terms.select(1, place)
+    return total.to(hidden_states.dtype)
 
 
 class PackedRows(StandIn):
@@ -396,8 +529,10 @@ def release(weights: Iterable[torch.Tensor], dtype: torch.dtype, leaving: memory
 
 def packed_products(model: nn.Module) -> list[PackedProduct]:
     """Return the packed products that layers of a model already run."""
-    forwards = map(replacement, model.modules())
-    return list(dict.fromkeys(forward.product for forward in forwards if isinstance(forward, PackedLinear)))
+    forwards = list(map(replacement, model.modules()))
+    of_linears = [forward.product for forward in forwards if isinstance(forward, PackedLinear)]
+    of_experts = [product for each in forwards if isinstance(each, PackedExperts) for product in each.products]
+    return list(dict.fromkeys([*of_linears, *of_experts]))
 
 
 def layers_in_floats(model: nn.Module) -> Iterator[nn.Module]:
@@ -408,16 +543,21 @@ def layers_in_floats(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def packed_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the linear layers in these modules that run packed products."""
+    """Return the linear layers and experts in these modules that run packed products."""
     inside = (layer for module in modules for layer in module.modules())
-    return [layer for layer in inside if isinstance(replacement(layer), PackedLinear)]
+    return [layer for layer in inside if isinstance(replacement(layer), (PackedLinear, PackedExperts))]
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | None]]:
-    """Yield every parameter, tied ones under each of their names, and its packed forward or None."""
+def named_weights(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | PackedStack | None]]:
+    """Yield every parameter, tied ones under each of their names, and its packed form or None."""
     for name, module in model.named_modules():
         forward = replacement(module)
         for key, weight in module.named_parameters(name, recurse=False):
+            if isinstance(forward, PackedExperts):
+                yield key, weight, forward.stack_of(weight)
+                continue
             is_packed = isinstance(forward, (PackedLinear, PackedRows)) and weight is getattr(module, "weight", None)
             yield key, weight, forward if is_packed else None
 
@@ -433,8 +573,17 @@ def weight_sums(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
     """Return the weight (out, in) of a linear layer."""
+    if isinstance(layer, StackedWeight):
+        return layer.dense()
     weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
     return weight.t() if isinstance(layer, Conv1D) else weight  # a Conv1D stores (in, out)
+
+
+def _num_weights(layer: nn.Module) -> int:
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    if isinstance(layer, StackedWeight):
+        return layer.num_experts * layer.out_features * weight.shape[2]
+    return weight.numel()
 
 
 def unpacked_weight(layer: nn.Module) -> torch.Tensor:
@@ -444,8 +593,12 @@ def unpacked_weight(layer: nn.Module) -> torch.Tensor:
 
 
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the bits of each row, in words of eight bytes where possible, to detect changes."""
+    """Return the sum over the bits of each row, in words of eight bytes where possible, to detect changes.
+
+    Rows of a stack of matrices are those of one after another.
+    """
     rows = tensor.detach().contiguous()
+    rows = rows.flatten(0, -2) if rows.dim() > 2 else rows
     if rows.shape[-1] * rows.itemsize % 8:
         return rows.view(torch.uint8).sum(-1, dtype=torch.int64)
     if rows.storage_offset() * rows.itemsize % 8:

@@ -6,8 +6,9 @@ reads at most half as many bytes as in bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -18,11 +19,13 @@ from transformers.pytorch_utils import Conv1D
 from foredraft.config.keywords import did_you_mean
 from foredraft.errors import ConfigError
 from foredraft.model.execution.execution import Execution
+from foredraft.model.execution.experts import packable_experts, packed_experts, stacks_of
 from foredraft.model.execution.forwards import replace_forward, replacement
 from foredraft.model.execution.packing import (
     PackedLinear,
     PackedProduct,
     PackedRows,
+    StackedWeight,
     dense_weight,
     release,
     unpacked_weight,
@@ -92,8 +95,8 @@ def check_activations(name: str | None) -> None:
     """
     if name is not None and name not in ACTIVATIONS:
         raise ConfigError(
-            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer weights "
-            "to 16 bits"
+            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer "
+            "weights to 16 bits"
         )
 
 
@@ -130,10 +133,10 @@ def quantize_weights(
     release_originals: bool = False,
     earlier: Execution | None = None,
 ) -> list[PackedProduct]:
-    """Round the linear layers of a model, and make them multiply by the rounded weights.
+    """Round the linear layers and experts of a model, and make them multiply by the rounded weights.
 
-    Norms and biases stay as they are. So do input embeddings, except for one tied to the output embedding, whose rows
-    are then those of the rounded weight.
+    Norms, biases and routers stay as they are. So do input embeddings, except for one tied to the output embedding,
+    whose rows are then those of the rounded weight.
 
     Args:
       model: a shadow, or a model that no other code uses; its layers are changed in place.
@@ -149,7 +152,7 @@ def quantize_weights(
     if name is None or name == STORED:
         return []
     check_quantization(name)
-    layers = list(roundable(model))
+    layers, experts = list(roundable(model)), list(packable_experts(model))
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
         raise ConfigError(
             f"quantization is {name!r}, but {model_name(model)} has no linear layer with floating-point weights to "
@@ -157,12 +160,20 @@ def quantize_weights(
         )
     known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
     tied = tied_embedding(model)
-    leaving = make_ready(model, layers, tied) if release_originals else None
+    stacks = {each: stacks_of(each) for each in experts}
+    every = [stack for named in stacks.values() for parts in named.values() for stack in parts]
+    leaving = make_ready(model, [*layers, *every], tied) if release_originals else None
     made = []
+
+    def rounded(group: Sequence[nn.Module]) -> PackedProduct:
+        rounder, earlier_product = _rounder(rounding_of(model, group[0], name)), known.get(id(group[0].weight))
+        made.append(PackedProduct(group, earlier_product, rounder, dtype, leaving))
+        return made[-1]
+
     for group in groups(model, layers) if layers else []:
-        rounding = rounding_of(model, group[0], name)
-        earlier_product = known.get(id(group[0].weight))
-        made.append(PackedProduct(group, earlier_product, _rounder(rounding), dtype, leaving).put_in())
+        rounded(group).put_in()
+    for each, named in stacks.items():
+        replace_forward(each, packed_experts(each, named, lambda stack: rounded([stack])))
     if tied is not None:
         read_rows(model, tied)
     if dtype is not None:
@@ -173,20 +184,42 @@ def quantize_weights(
 
 
 @torch.inference_mode()
-def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], *, dtype: torch.dtype) -> None:
-    """Make linear layers multiply by the integers that a file stores for them, and free their own weights.
+def take_codes(
+    model: PreTrainedModel,
+    stored: Mapping[nn.Module, StoredCodes],
+    of_experts: Mapping[nn.Module, Mapping[str, Sequence[StoredCodes]]] | None = None,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Make linear layers and experts multiply by the integers that a file stores for them, and free their own weights.
 
     Args:
       model: a model that no other code uses; the weights of these layers are not read.
       stored: integer weights by layer. Layers with the same input and the same kind of integers become one product. For
         an input embedding that is not tied, rows are read from its own integers.
+      of_experts: integer weights by packable experts and name of their parameter. Several weights (E * outputs, in) of
+        one parameter are the parts of every expert, one after another. A parameter that is missing is packed as floats.
       dtype: dtype to which everything else is converted, and of the layers' inputs and outputs.
     """
+    given = of_experts or {}
+    stacks = {
+        each: stacks_of(each, {name: len(parts) for name, parts in named.items()}) for each, named in given.items()
+    }
+    codes: dict[nn.Module, StoredCodes] = {**stored}
+    for each, named in given.items():
+        for name, parts in named.items():
+            codes |= zip(stacks[each][name], parts, strict=True)
     embedding, tied = model.get_input_embeddings(), tied_embedding(model)
     if tied is not None and model.get_output_embeddings() not in stored:
         tied = None
-    leaving = make_ready(model, stored, tied)
+    every = [stack for named in stacks.values() for parts in named.values() for stack in parts]
+    leaving = make_ready(model, [*stored, *every], tied)
     made = []
+
+    def packed(stack: StackedWeight) -> PackedProduct:
+        made.append(PackedProduct([stack], None, codes.__getitem__ if stack in codes else None, dtype, leaving))
+        return made[-1]
+
     for group in groups(model, [layer for layer in stored if layer is not embedding]):
         alike: dict[Kind, list[nn.Module]] = {}
         for layer in group:
@@ -195,6 +228,8 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
     if embedding in stored:
         made.append(PackedProduct([embedding], None, stored.__getitem__, dtype, leaving))
         replace_forward(embedding, PackedRows(PackedLinear(made[-1])))
+    for each, of_each in stacks.items():
+        replace_forward(each, packed_experts(each, of_each, packed))
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()
@@ -239,6 +274,10 @@ def round_weights(model: PreTrainedModel, name: str) -> None:
             model.config.tie_word_embeddings = False
         else:
             weight.data = dense.contiguous()
+    for experts in packable_experts(model):
+        for stack in chain(*stacks_of(experts).values()):
+            dense = ROUNDINGS[name](stack.dense()).codes().dense().to(stack.weight.dtype)
+            stack.weight.data = dense.view(stack.weight.shape)
 
 
 def roundable(model: nn.Module) -> Iterator[nn.Module]:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from foredraft.model.execution.experts import is_mixture, packable_experts
 from foredraft.model.execution.forwards import replace_forward, replaced, replacement
 from foredraft.model.execution.packing import PackedLinear, PackedRows
 from foredraft.native import memory
@@ -67,7 +68,7 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
 
     handles = [layer.register_forward_pre_hook(see) for layer in layers]
     try:
-        with unmultiplied(layers):
+        with unmultiplied([*layers, *packable_experts(model)]):
             model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     except Exception:  # any error of the model's code; the probe reports whether the model can be decoded
         return {}
@@ -79,9 +80,11 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
 
 @contextmanager
 def unmultiplied(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Make linear layers return zeros inside the block, so that no weights are read."""
+    """Make linear layers and experts return zeros inside the block, so that no weights are read."""
 
-    def zeros(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def zeros(layer: nn.Module) -> Callable[..., torch.Tensor]:
+        if is_mixture(layer):
+            return lambda x, *_: x.new_zeros(x.shape)
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         size = weight.shape[1 if isinstance(layer, Conv1D) else 0]
         return lambda x: x.new_zeros((*x.shape[:-1], size))

@@ -2,15 +2,18 @@
 
 A program is stored under a digest of everything that it was traced from: the structure of the layers, the code of their
 classes, and the versions of torch, transformers and of this package. A program that was read is compared with the
-modules like one that was just traced (`NativeProgram.check`), so a wrong file costs speed and no token.
+modules like one that was just traced (`NativeProgram.check`), unless one from the same key was compared before
+(`model.verdicts`). A file contains a digest of its content, so a damaged one costs speed and no token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import logging
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +25,7 @@ import torch
 import transformers
 from torch import fx, nn
 
+from foredraft import tree
 from foredraft.folders import cache_folder, keep_json, known_sha256, parsed_json, sha256_of
 from foredraft.native import abi
 
@@ -35,29 +39,46 @@ class NotStorableError(Exception):
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def stored(key: Any, unpack: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """The program that is stored under a key; None where there is none, or where its file is damaged.
+def stored(key: Any, unpack: Callable[[Mapping[str, Any]], Any], folder: str = "programs") -> Any:
+    """The object that is stored under a key; None where there is none, or where its file is damaged.
 
     Args:
-      key: structure that the program was traced from; see `digest_of`.
-      unpack: makes the program of the content of its file.
+      key: everything that the object was made from; see `digest_of`.
+      unpack: makes the object from the content of its file.
+      folder: folder of such files inside the cache.
     """
     try:
-        file = _file(key)
-        return unpack(parsed_json(file.read_bytes())) if file.is_file() else None
+        file = _file(key, folder)
+        if not file.is_file():
+            return None
+        found = parsed_json(file.read_bytes())
+        if found["sha256"] != _sum_of(found["content"]):
+            raise ValueError("its digest is wrong")
+        return unpack(found["content"])
     except NotStorableError:
         return None
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        logger.debug("a stored program cannot be read (%s); the model is traced again", error)
+        logger.debug("a file in %s cannot be used (%s); what it contains is made again", folder, error)
         return None
 
 
-def store(key: Any, pack: Callable[[], Mapping[str, Any]]) -> None:
-    """Store a program under a key, where both can be written down and the cache folder is writable."""
+def store(key: Any, pack: Callable[[], Mapping[str, Any]], folder: str = "programs") -> None:
+    """Store an object under a key, where both can be written down and the cache folder is writable.
+
+    Args:
+      key, folder: see `stored`.
+      pack: function that returns the content of the file.
+    """
     try:
-        keep_json(_file(key), pack())
+        content = pack()
+        keep_json(_file(key, folder), {"sha256": _sum_of(content), "content": content})
     except (NotStorableError, OSError) as error:
-        logger.debug("a traced program is not stored: %s", error)
+        logger.debug("nothing is stored in %s: %s", folder, error)
+
+
+def _sum_of(content: Any) -> str:
+    """Return a digest of the content of a file, which is the same before it is written and after it is read."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of(key: Any) -> str:
@@ -71,15 +92,16 @@ def digest_of(key: Any) -> str:
     return hashlib.sha256(f"{_versions()}{_written(key)}".encode()).hexdigest()
 
 
-def _file(key: Any) -> Path:
-    return cache_folder("programs", f"{digest_of(key)[:32]}.json")
+def _file(key: Any, folder: str) -> Path:
+    return cache_folder(folder, f"{digest_of(key)[:32]}.json")
 
 
 @cache
 def _versions() -> str:
-    """Versions of all code that a program depends on, besides that of the model."""
-    own = [Path(abi.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
-    return " ".join([torch.__version__, transformers.__version__, *map(sha256_of, own)])
+    """Versions of all code that stored objects depend on, besides that of the model."""
+    folders = Path(__file__).parents[1], Path(abi.__file__).parent
+    own = [Path(tree.__file__), *sorted(file for folder in folders for file in folder.rglob("*.py"))]
+    return " ".join([sys.version, torch.__version__, transformers.__version__, *map(sha256_of, own)])
 
 
 def _written(value: Any) -> str:
@@ -109,18 +131,18 @@ def _code_of(kind: type) -> str:
         if file is None:
             raise NotStorableError(f"{name} has no file")
         functions = [inspect.unwrap(one) for _, one in sorted(vars(each).items()) if inspect.isfunction(one)]
-        code = [_code_text(one.__code__) for one in functions]
+        code = [code_text(one.__code__) for one in functions]
         found.append(f"{name} {known_sha256(Path(file))} {hashlib.sha256(repr(code).encode()).hexdigest()}")
     return ";".join(found)
 
 
-def _code_text(code: CodeType) -> tuple[Any, ...]:
+def code_text(code: CodeType) -> tuple[Any, ...]:
     return code.co_code, code.co_names, list(map(_constant_text, code.co_consts))
 
 
 def _constant_text(value: Any) -> Any:
     if isinstance(value, CodeType):
-        return _code_text(value)
+        return code_text(value)
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)  # sets have no order of their own
 
 

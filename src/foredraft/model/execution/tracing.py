@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +29,11 @@ from foredraft.model.execution.builds import (
     what_changed,
 )
 from foredraft.model.execution.calls import LayerCall, Recording, put, value_at
+from foredraft.model.execution.experts import PackedRouter
 from foredraft.model.execution.forwards import Rowwise, linears, replaced, replacement
 from foredraft.model.execution.lowering import NODES_HINT, Lowering, NotTraceableError, Program, Source
-from foredraft.model.execution.operators import attention, product
-from foredraft.model.execution.packing import PackedLinear
+from foredraft.model.execution.operators import attention, grouped_product, product
+from foredraft.model.execution.packing import PackedExperts, PackedLinear, PackedStack, weighted_experts
 from foredraft.model.execution.stored_programs import stored
 from foredraft.model.sublayers import LeftOut
 
@@ -58,7 +60,16 @@ class Tracer:
         self.sizes: list[int] = []
         self.parts: dict[nn.Module, tuple[int, int, int]] = {}  # product, first and end column of the layer's part
         self._find_products()
-        held = {id(parameter) for linear in every for parameter in linear.parameters()}
+        self._experts = [each for each in layer.modules() if isinstance(replacement(each), PackedExperts)]
+        self._routers = [each for each in layer.modules() if isinstance(replacement(each), PackedRouter)]
+        self._first_of: dict[int, int] = {}  # first product of a stack or router, by id
+        for module in (*self._experts, *self._routers):
+            self._add_own_products(replacement(module))
+        held = {
+            id(parameter)
+            for module in (*every, *self._experts, *self._routers)
+            for parameter in module.parameters(recurse=False)
+        }
         self.tensors = [
             (module, name)
             for module in layer.modules()
@@ -79,6 +90,15 @@ class Tracer:
             if isinstance(forward, PackedLinear):
                 first = sum(run.sizes[: forward.index])
             self.parts[linear] = numbers[id(run)], first, first + size
+
+    def _add_own_products(self, forward: PackedExperts | PackedRouter) -> None:
+        """Number the products of experts or of a router."""
+        stacks = [forward.gate_up, forward.down] if isinstance(forward, PackedExperts) else [forward]
+        for stack in stacks:
+            products = stack.products if isinstance(stack, PackedStack) else [stack.product]
+            self._first_of[id(stack)] = len(self.runners)
+            self.runners += products
+            self.sizes += [product.out_features for product in products]
 
     def trace(
         self, decompositions: Any = None, num_nodes: int = NODES_HINT
@@ -147,7 +167,11 @@ class Tracer:
             written.clear()
             return attention(query, key, value)  # type: ignore[no-any-return]
 
-        forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}
+        forwards: dict[nn.Module, Callable[..., Any]] = {
+            linear: self._stand_in(linear, numbers) for linear in self._linears
+        }
+        forwards |= {each: self._experts_stand_in(replacement(each), numbers) for each in self._experts}
+        forwards |= {each: self._router_stand_in(each, numbers) for each in self._routers}
         by_rows = [(each, replacement(each)) for each in self._layer.modules()]
         forwards |= {each: forward.inner for each, forward in by_rows if isinstance(forward, Rowwise)}
         with seen_by(attend), replaced(forwards), held(self.tensors, tensors):
@@ -170,6 +194,25 @@ class Tracer:
             return known[1] if last - first == size else known[1][..., first:last]
 
         return forward
+
+    def _experts_stand_in(self, experts: PackedExperts, numbers: Sequence[Any]) -> Callable[..., torch.Tensor]:
+        """Return a replacement forward of experts, which is traced with its products as calls."""
+
+        def grouped(stack: PackedStack) -> Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+            first = self._first_of[id(stack)]
+            sizes = [each.out_features for each in stack.stacks]
+            return lambda x, chosen: [
+                grouped_product(x, chosen, numbers[first + place], stack.num_experts, size)
+                for place, size in enumerate(sizes)
+            ]
+
+        return partial(weighted_experts, experts.activation.inner, grouped(experts.gate_up), grouped(experts.down))
+
+    def _router_stand_in(self, router: nn.Module, numbers: Sequence[Any]) -> Callable[..., Any]:
+        """Return a replacement forward of a router, which is traced with its product as a call."""
+        number = self._first_of[id(replacement(router))]
+        size, number = self.sizes[number], numbers[number]
+        return partial(PackedRouter.run_with, lambda x: product(x, number, size), router)
 
 
 def build_of(layer: nn.Module, tracer: Tracer) -> Any:

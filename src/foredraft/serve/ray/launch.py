@@ -24,8 +24,8 @@ STORE_BYTES = 100_000_000
 def start_ray(address: str | None, num_cpus: float) -> None:
     """Join a Ray cluster, or start one on this machine.
 
-    Ray runs its workers at niceness 15, at which they get little processor time beside other work. A cluster that is
-    started here runs them at the niceness of this process; a cluster that is joined keeps its own setting.
+    Ray runs its workers at niceness 15, at which they get little processor time beside other work. A cluster that
+    `start_ray` starts runs its workers at the niceness of this process. A cluster that is joined keeps its own setting.
 
     Args:
       address: address of the cluster to join; None to start one.
