@@ -17,9 +17,6 @@ _library.define("product(Tensor x, SymInt number, int out_features) -> Tensor") 
 _library.define(  # type: ignore[no-untyped-call]
     "grouped_product(Tensor x, Tensor chosen, SymInt number, int num_experts, int out_features) -> Tensor"
 )
-_library.define(  # type: ignore[no-untyped-call]
-    "grouped_product(Tensor x, Tensor chosen, SymInt number, int num_experts, int out_features) -> Tensor"
-)
 _library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")  # type: ignore[no-untyped-call]
 _numbers = count()
 _runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
