@@ -439,7 +439,8 @@ def apply_execution(
     Args:
       shadow_model: a result of `shadow`, or a model that no other code uses; its layers are changed in place.
       kind: "eager", "packed", "compiled" or "auto". With the library's own kernels and enough memory, "auto" compiles
-        a large model without experts if a C++ compiler is found, and packs the model otherwise. Without them it runs eagerly.
+        a large model without experts if a C++ compiler is found, and packs the model otherwise. Without them it runs
+        eagerly.
       release_originals: free each weight once it is packed, in every model that shares it. Tied weights stay, except
         for an input embedding, whose rows are then read from the packed output embedding. Only for models that the
         library loaded itself.

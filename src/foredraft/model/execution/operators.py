@@ -60,12 +60,6 @@ def _grouped_shape(
     return x.new_empty((*chosen.shape, out_features))
 
 
-def _grouped_shape(
-    x: torch.Tensor, chosen: torch.Tensor, number: int, num_experts: int, out_features: int
-) -> torch.Tensor:
-    return x.new_empty((*chosen.shape, out_features))
-
-
 def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
@@ -73,7 +67,6 @@ def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 _library.impl("product", _run, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("grouped_product", _run_grouped, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("foredraft::product", _product_shape, lib=_library)
-torch.library.register_fake("foredraft::grouped_product", _grouped_shape, lib=_library)
 torch.library.register_fake("foredraft::grouped_product", _grouped_shape, lib=_library)
 torch.library.register_fake("foredraft::attention", _attention_shape, lib=_library)
 
@@ -84,7 +77,7 @@ grouped_product = torch.ops.foredraft.grouped_product
 """(T, in) or (T, K, in), experts (T, K), the number of a `Runner` and the number of experts -> (T, K, out_features)."""
 
 grouped_product = torch.ops.foredraft.grouped_product
-"""(T, in) or (T, K, in), experts (T, K), number of a product and number of experts -> (T, K, out_features). Never run."""
+"""(T, in) or (T, K, in), experts (T, K), numbers of a product and of experts -> (T, K, out_features). Never run."""
 
 attention = torch.ops.foredraft.attention
 """Query (1, H, S, D), key and value -> (1, S, H, D_v). Marks the place where a graph is cut in two; never run."""
