@@ -16,6 +16,7 @@ from foredraft.heads.layers import AttentionContext, LayerShape
 from foredraft.heads.vocabulary import DraftVocabulary
 from foredraft.model.lm import CausalLM
 from foredraft.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
+from trained import trained_once
 
 VOCAB_SIZE, HIDDEN = 64, 32
 NUM_UNROLLED = 6
@@ -162,7 +163,7 @@ def trained(generation: int) -> EagleHead:
     """A head in float64 that knows the texts nearly by heart; shared, so not to be changed."""
     torch.manual_seed(1)
     head = EagleHead(shape_of(generation), kept_vocabulary() if generation == 3 else None)
-    overfit(head, 120)
+    trained_once(head, lambda: overfit(head, 120), model(), texts())
     for parameter in head.parameters():
         parameter.requires_grad_(False)
     return head.double().eval()

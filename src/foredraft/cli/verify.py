@@ -11,7 +11,7 @@ import typer
 
 from foredraft.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelChoice, takes_groups
 from foredraft.cli.prompts import Chat, Raw, ask, check_template, read_prompts
-from foredraft.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say
+from foredraft.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm, put_json, say, show_loading
 from foredraft.ending import finishing
 from foredraft.errors import ConfigError
 
@@ -77,12 +77,13 @@ def verify(
         check_template(chat, raw)
         name = model.named(target).chosen()
         given = None if prompts_file is None else read_prompts((), prompts_file, raw=raw)
+        config = "none" if against is not None else drafting.config(loading.profile_file)
+        show_loading(name)
         from foredraft.verify.verifying import check_false_alarm_rate
         from foredraft.verify.verifying import verify as judge
 
         check_false_alarm_rate(false_alarm_rate)
         subject = None if against is None else _subject(against, drafting, loading.activations)
-        config = "none" if against is not None else drafting.config(loading.profile_file)
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
         asked = ask(llm.tokenizer, name, (given or _questions(name))[:num_prompts], chat=chat, raw=raw)
         if against in (PLAIN, LOOKUP, ASSISTED):

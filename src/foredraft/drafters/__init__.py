@@ -28,5 +28,12 @@ def drafter_factory(config: SpeculativeConfig, context: DrafterContext) -> Draft
 
     Raises: ConfigError if the config needs something that the context does not have.
     """
-    make_drafter(config, context)  # raise configuration errors now, not at the first call
-    return lambda: make_drafter(config, context)
+    target = context.target
+    first = [(target.num_changes, make_drafter(config, context))]  # raises configuration errors now
+
+    def make() -> Drafter:
+        num_changes, drafter = first.pop() if first else (-1, None)
+        is_current = drafter is not None and num_changes == target.num_changes
+        return drafter if is_current else make_drafter(config, context)  # type: ignore[return-value]
+
+    return make

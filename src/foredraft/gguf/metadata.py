@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from foredraft.errors import CheckpointError
@@ -84,15 +85,17 @@ def check_merges(header: Header, merges: Sequence[tuple[str, str]], tokens: Sequ
     Raises: CheckpointError.
     """
     known = set(tokens)
-    for left, right in merges:
-        missing = next((token for token in (left, right, left + right) if token not in known), None)
-        if missing is not None:
-            raise _damaged(
-                header,
-                "tokenizer.ggml.merges",
-                f"joins {left[:40]!r} and {right[:40]!r}",
-                f"{missing[:80]!r} is not among its tokens",
-            )
+    if known.issuperset(chain.from_iterable(merges)) and known.issuperset([left + right for left, right in merges]):
+        return
+    left, right, missing = next(
+        (*pair, token) for pair in merges for token in (*pair, "".join(pair)) if token not in known
+    )
+    raise _damaged(
+        header,
+        "tokenizer.ggml.merges",
+        f"joins {left[:40]!r} and {right[:40]!r}",
+        f"{missing[:80]!r} is not among its tokens",
+    )
 
 
 def _need(header: Header, *keys: str) -> None:

@@ -166,10 +166,10 @@ def _merges(entries: Mapping[str, Any], header: Header) -> list[tuple[str, str]]
     lines = entries.get("ggml.merges")
     if not isinstance(lines, list):
         raise CheckpointError(f"{header.path} contains no merges for its tokens; convert the model again")
-    pairs = [line.split(" ", 1) for line in lines]
-    if any(len(pair) != 2 for pair in pairs):
-        raise CheckpointError(f"{header.path} contains a merge that is not two tokens; download it again")
-    merges = [(left, right) for left, right in pairs]
+    try:
+        merges = [(left, right) for left, right in (line.split(" ", 1) for line in lines)]
+    except ValueError:
+        raise CheckpointError(f"{header.path} contains a merge that is not two tokens; download it again") from None
     check_merges(header, merges, entries["ggml.tokens"])
     return merges
 

@@ -193,7 +193,9 @@ class _Stacks:
             raise _other_shape(self._path, tensor, shape)
         if part.name in self._stored:
             layer, _, key = part.name.rpartition(".")
-            found.experts.setdefault(layer, {}).setdefault(key, {})[part.number] = file.codes(tensor, None)
+            codes = file.codes(tensor, None)
+            assert codes is not None  # its type has a kernel
+            found.experts.setdefault(layer, {}).setdefault(key, {})[part.number] = codes
             found.kept[type_name(tensor)] += 1
             found.state[part.name] = released(shape, dtype)
             return

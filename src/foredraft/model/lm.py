@@ -73,9 +73,8 @@ class CausalLM:
       quantization: "int8" or "int4": run the model with its linear layers rounded to 8 or 4 bits. None for no rounding.
       kv_cache_dtype: "auto", "bfloat16" or "int8": dtype to which keys and values are rounded when they are written.
       activations: "int8": round the inputs of integer weights to 8 bits. None: to 16 bits.
-      weights: identity of the values of the weights (`foredraft.loading.identity`). The result of the test is then
-        kept on disk, and a result from an earlier start replaces the test; see `foredraft.model.verdicts`. None: always
-        test.
+      weights: identity of the values of the weights (`foredraft.loading.identity`). The result of the test is then kept
+        on disk, and the result of an earlier start replaces the test (`foredraft.model.verdicts`). None: always test.
 
     Attributes:
       vocab_size: V, the number of tokens that have a logit.

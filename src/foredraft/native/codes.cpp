@@ -23,6 +23,7 @@
 
 enum { PARTS = CODES_BLOCK / LANES };     // vectors of a block
 enum { MOST_ROWS = LANES == 8 ? 2 : 8 };  // most rows that multiply packed codes; limited by registers
+enum { MOST_BYTE_ROWS = 2 };              // the same for activations in bytes
 enum { MOST_SPLIT_ROWS = 4 };             // most rows for which 16-bit activations are multiplied byte by byte
 enum { TILE_PARTS = 2 };                  // vectors of a tile that are multiplied at a time
 enum { TILE_ROWS = LANES == 8 ? 6 : 8 };  // most rows that are multiplied by these vectors; limited by registers
@@ -59,7 +60,8 @@ struct Rounded {
   template <typename T>
   void take(const Matrix& matrix, const T* x, int64_t count, int threads) {
     const int64_t given = matrix.inputs, whole = matrix.group ? matrix.group : CODES_SPAN;
-    rows = count, span = least(whole, CODES_SPAN), inputs = rounded_up(given, whole), spans = inputs / span;
+    rows = count, span = whole <= CODES_SPAN ? whole : least(whole & -whole, CODES_SPAN);  // a span is within a group
+    inputs = rounded_up(given, whole), spans = inputs / span;
     bytes = matrix.activation_bytes, ignores_infinite = matrix.ignores_infinite;
     if (bytes == 1)
       layout = has_vnni || matrix.kind != BYTES ? ONE_BYTE : WORDS;  // sums of two products of bytes exceed 16 bits
@@ -503,8 +505,8 @@ static Multiply<ROWS>* function_of(int bits, bool is_packed, Layout layout) {
       default: return vnni_span<8, ONE_BYTE, ROWS>;
     }
   }
-  if (TILE_ROWS > MOST_ROWS && is_packed) {
-    switch (bits) {
+  if constexpr (TILE_ROWS > MOST_ROWS) {
+    if (is_packed) switch (bits) {
       case 4: return of_span<4, WORDS, ROWS>();
       case 5: return of_span<5, WORDS, ROWS>();
       case 6: return of_span<6, WORDS, ROWS>();
@@ -566,7 +568,7 @@ static void block_tiles(const Matrix& matrix, const Rounded& x, int64_t first, i
   for (tile.first = 0; tile.first < x.spans; tile.first += tile.count) {
     tile.count = least(CODES_SPAN / x.span, x.spans - tile.first);
     read_scales<SCALING>(matrix, block, x.spans / spans_of_group, spans_of_group, tile);
-    if (LAYOUT == WORDS && rows <= TILE_ROWS) {
+    if (LAYOUT == WORDS && TILE_ROWS > MOST_ROWS && rows <= TILE_ROWS) {
       add_rows<SCALING, TILE_ROWS>(matrix, x, weight, rows, first, 0, tile);
     } else {
       unpack<BITS, LAYOUT>(weight, tile.count * x.span, tile);
@@ -589,15 +591,16 @@ static void block_tiles(const Matrix& matrix, const Rounded& x, int64_t first, i
 
 template <int BITS, int LAYOUT, int SCALING>
 static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, void* out, int threads) {
+  constexpr int most = LAYOUT == WORDS ? MOST_ROWS : least(MOST_ROWS, LAYOUT == SPLIT ? MOST_SPLIT_ROWS : MOST_BYTE_ROWS);
   share_out((matrix.outputs + CODES_BLOCK - 1) / CODES_BLOCK, threads, [&](int64_t first, int64_t last, int) {
     for (int64_t block = first; block < last; ++block)
-      if (LAYOUT != SPLIT && rows > MOST_ROWS)
+      if (LAYOUT != SPLIT && rows > most)
         each_group(rows, MOST_TILED, [&](int64_t row, int64_t here) {
           block_tiles<BITS, LAYOUT, SCALING>(matrix, x, row, here, block, out);
         });
       else
-        each_group(rows, LAYOUT == SPLIT ? least(MOST_ROWS, MOST_SPLIT_ROWS) : MOST_ROWS, [&](int64_t row, int64_t here) {
-          some_rows<BITS, LAYOUT, SCALING, MOST_ROWS>(matrix, x, here, row, block, out);
+        each_group(rows, most, [&](int64_t row, int64_t here) {
+          some_rows<BITS, LAYOUT, SCALING, most>(matrix, x, here, row, block, out);
         });
   });
 }

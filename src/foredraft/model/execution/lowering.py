@@ -533,9 +533,9 @@ class Lowering:
 
     def _top(self, node: fx.Node) -> tuple[View, View]:
         """Lower the largest numbers of the last dimension and their places, which are numbers in float32."""
-        given, count, *rest = _args(node)
-        x = self._read(self._contiguous(self._view(given)))
-        dim, is_largest, _ = (*rest, *(-1, True, True)[len(rest) :])
+        given: list[Any] = [*_args(node)]
+        given += (-1, True, True)[len(given) - 2 :]
+        x, count, dim, is_largest = self._read(self._contiguous(self._view(given[0]))), *given[1:4]
         size, rows = x.shape[-1], math.prod(x.shape[:-1])
         if x.node_dim is None or x.node_dim == len(x.shape) or dim % (len(x.shape) + 1) != len(x.shape):
             raise NotTraceableError("the model selects the largest numbers of several nodes")
