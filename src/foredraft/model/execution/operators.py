@@ -1,12 +1,10 @@
-"""Torch operators that compiled graphs leave as they are: products of linear layers and of experts, and a marker for
-attention.
-"""
+"""Torch operators that graphs of layers contain as calls: products of linear layers and of experts, and attention."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -23,32 +21,20 @@ _runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary
 
 
 class Runner:
-    """Function that runs one product, found by operators through its number.
+    """Function that runs one product, found by operators through its number."""
 
-    Args:
-      run: a linear layer's forward, or a `PackedProduct`, whose method ``grouped`` multiplies by experts.
-    """
-
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.run = run
         self.number = next(_numbers)
         _runners[self.number] = self
 
 
 def _run(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    result: torch.Tensor = _runners[number].run(x)
-    return result
+    return _runners[number].run(x)
 
 
 def _product_shape(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
-
-
-def _run_grouped(
-    x: torch.Tensor, chosen: torch.Tensor, number: int, num_experts: int, out_features: int
-) -> torch.Tensor:
-    found: torch.Tensor = _runners[number].run.grouped(x, chosen, num_experts)
-    return found
 
 
 def _grouped_shape(
@@ -62,7 +48,6 @@ def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 _library.impl("product", _run, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("grouped_product", _run_grouped, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("foredraft::product", _product_shape, lib=_library)
 torch.library.register_fake("foredraft::grouped_product", _grouped_shape, lib=_library)
 torch.library.register_fake("foredraft::attention", _attention_shape, lib=_library)
@@ -71,7 +56,7 @@ product = torch.ops.foredraft.product
 """(..., in) and the number of a `Runner` -> (..., out_features)."""
 
 grouped_product = torch.ops.foredraft.grouped_product
-"""(T, in) or (T, K, in), experts (T, K), the number of a `Runner` and the number of experts -> (T, K, out_features)."""
+"""(T, in) or (T, K, in), experts (T, K), numbers of a product and of experts -> (T, K, out_features). Never run."""
 
 attention = torch.ops.foredraft.attention
 """Query (1, H, S, D), key and value -> (1, S, H, D_v). Marks the place where a graph is cut in two; never run."""
