@@ -102,7 +102,17 @@ class PackedMatrix:
         of_bias, of_scales, of_zeros, *halves = (None if each is None else each.data_ptr() for each in self._kept)
         of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
         shift = 0 if scales is None or scale_halves is None else shift_of(scales.shape[1], scale_halves.shape[1])
-        of_codes = group, *of_kinds, of_scales, of_zeros, activation_bytes, KINDS[dtype], shift, *halves, ignores_infinite
+        of_codes = (
+            group,
+            *of_kinds,
+            of_scales,
+            of_zeros,
+            activation_bytes,
+            KINDS[dtype],
+            shift,
+            *halves,
+            ignores_infinite,
+        )
         self.fields = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, *of_codes)
         self.address = ctypes.addressof(self.fields)
         self.rounding = _rounding(activation_bytes) if activation_bytes else torch.finfo(torch.float32).eps
@@ -192,7 +202,7 @@ class NativeMatrix(PackedMatrix):
 
 
 class CodesMatrix(PackedMatrix):
-    """A weight in integer codes, multiplied by activations rounded to 16 or 8 bits with one scale per 64 inputs or fewer.
+    """A weight in integer codes, multiplied by activations in 16 or 8 bits with one scale per 64 inputs or fewer.
 
     Args:
       given: codes, or parts that are concatenated along the outputs. Parts are rounded or read piece by piece, so that
@@ -200,8 +210,8 @@ class CodesMatrix(PackedMatrix):
       bias: (out,), or None.
       kernels: compiled functions.
       activation_bytes: 2, or 1, which halves the arithmetic of many rows on most CPUs.
-      ignores_infinite: multiply infinite activations, and others of their span, as 0; for drafts. By default, the result
-        is NaN.
+      ignores_infinite: multiply infinite activations, and others of their span, as 0; for drafts. By default, the
+        result is NaN.
       dtype: float32 or bfloat16, dtype of inputs and results.
       seen: callback after each packed piece.
 

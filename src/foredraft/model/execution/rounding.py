@@ -91,8 +91,8 @@ def check_activations(name: str | None) -> None:
     """
     if name is not None and name not in ACTIVATIONS:
         raise ConfigError(
-            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer weights "
-            "to 16 bits"
+            f"activations is {name!r}; {did_you_mean(str(name), ACTIVATIONS)} None rounds the inputs of integer "
+            "weights to 16 bits"
         )
 
 
@@ -113,8 +113,8 @@ def round_activations(model: PreTrainedModel, name: str | None) -> None:
     codes = [matrix for matrix in matrices if isinstance(matrix, CodesMatrix)]
     if not codes:
         raise ConfigError(
-            f"activations is {name!r}, but no layer of {type(model).__name__} multiplies by integer weights; use it on an "
-            "x86 CPU with a GGUF file or with quantization='int8' or 'int4', or leave it out"
+            f"activations is {name!r}, but no layer of {type(model).__name__} multiplies by integer weights; use it on "
+            "an x86 CPU with a GGUF file or with quantization='int8' or 'int4', or leave it out"
         )
     for matrix in codes:
         matrix.round_activations(ACTIVATIONS[name])
