@@ -21,6 +21,7 @@ TESTS = Path(__file__).resolve().parents[1]
     ("file", "chosen"),
     [
         ("native/test_native.py", KERNELS),
+        ("native/test_codes.py", "product or fewer or infinite"),
         ("native/test_prefill_attention.py", KERNELS),
         ("model/execution/test_native_program.py", "architectures and (llama or gpt2 or gemma3 or phi) and bfloat16"),
     ],

@@ -130,6 +130,8 @@ template <typename... T> EMU H32 e_set16(T... v) { const int16_t all[] = {(int16
 #define _mm512_set_ps(...) ((__m512)e_set_ps(__VA_ARGS__))
 #define _mm512_srli_epi32(a, n) ((__m512i)((U16)(a) >> (n)))
 #define _mm512_and_si512(a, b) ((__m512i)((U16)(a) & (U16)(b)))
+#define _mm512_or_si512(a, b) ((__m512i)((U16)(a) | (U16)(b)))
+#define _mm512_slli_epi16(a, n) ((__m512i)((H32)(a) << (n)))
 #define _mm512_mask_mov_epi32(a, k, b) ((__m512i)e_blend(k, (F16)(a), (F16)(b)))
 #define _mm512_add_epi32(a, b) ((__m512i)((I16)(a) + (I16)(b)))
 #define _mm512_add_epi16(a, b) ((__m512i)((H32)(a) + (H32)(b)))
