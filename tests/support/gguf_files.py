@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from foredraft import zoo
 from foredraft.testing import strengthen
@@ -30,6 +31,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 SCALES = {
     Kind.Q2_K: slice(80, 84),
@@ -44,23 +49,25 @@ SCALES = {
 """Where random blocks have numbers in half precision; gguf unpacks them, and has no code to make them."""
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 0,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+"""Wide enough for the widest blocks (256)."""
+
+
 def llama_config(**changes: Any) -> LlamaConfig:
-    """Wide enough for the widest blocks (256)."""
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "bos_token_id": 0,
-        "eos_token_id": 3,
-        "pad_token_id": 0,
-    }
-    return LlamaConfig(**{**sizes, **changes})
+    return LlamaConfig(**{**SIZES, **changes})
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Written:
     """A file, and the model that reading it must give, in float32."""
 
     path: Path
-    model: LlamaForCausalLM
+    model: PreTrainedModel
 
 
 def write_llama(
@@ -90,35 +97,92 @@ def write_llama(
     """
     config = llama_config(**({"vocab_size": 4096} if speaks else {}), **changes)
     model = strengthen(LlamaForCausalLM(config).eval(), 1, 0.05)
-    writer = gguf.GGUFWriter(path, "llama")
+    entries = {"llama.rope.dimension_count": config.head_dim, "llama.feed_forward_length": config.intermediate_size}
+    entries |= {**(tokenizer_entries() if speaks else {}), **(metadata or {})}
+    return _write(path, "llama", model, entries, lambda name: _kind_of(name, kind, kinds), interleaves=True)
+
+
+def write_mixture(
+    path: Path,
+    kind: Kind = Kind.F32,
+    *,
+    speaks: bool = False,
+    metadata: dict[str, Any] | None = None,
+    kinds: dict[str, Kind] | None = None,
+    **changes: Any,
+) -> Written:
+    """Write a random mixture of eight experts, two for every token, whose matrices are stored as ``kind``.
+
+    Args:
+      speaks, metadata, kinds, changes: as in `write_llama`.
+    """
+    mixture = {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**{**SIZES, **mixture, **({"vocab_size": 4096} if speaks else {}), **changes})
+    model = strengthen(Qwen3MoeForCausalLM(config).eval(), 1, 0.05)
     entries = {
-        "general.name": "small",
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.vocab_size": config.vocab_size,
+        "qwen3moe.attention.key_length": config.head_dim,
+        "qwen3moe.attention.value_length": config.head_dim,
+        "qwen3moe.feed_forward_length": config.intermediate_size,
+        "qwen3moe.expert_feed_forward_length": config.moe_intermediate_size,
+        "qwen3moe.expert_count": config.num_experts,
+        "qwen3moe.expert_used_count": config.num_experts_per_tok,
         **(tokenizer_entries() if speaks else {}),
         **(metadata or {}),
     }
-    for key, value in entries.items():
+    return _write(path, "qwen3moe", model, entries, lambda name: _kind_of(name, kind, kinds))
+
+
+def _kind_of(name: str, kind: Kind, kinds: dict[str, Kind] | None) -> Kind:
+    return next((other for part, other in (kinds or {}).items() if part in name), kind)
+
+
+def _write(
+    path: Path,
+    architecture: str,
+    model: PreTrainedModel,
+    entries: dict[str, Any],
+    kind_of: Callable[[str], Kind],
+    *,
+    interleaves: bool = False,
+) -> Written:
+    """Write a model, and change its weights to those in the file.
+
+    Args:
+      entries: further metadata.
+      kind_of: type of the matrix with a name of llama.cpp.
+      interleaves: whether rows of query and key heads are stored in llama.cpp's order of Llama models.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    common = {
+        "general.name": "small",
+        f"{architecture}.context_length": config.max_position_embeddings,
+        f"{architecture}.embedding_length": config.hidden_size,
+        f"{architecture}.block_count": config.num_hidden_layers,
+        f"{architecture}.attention.head_count": config.num_attention_heads,
+        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
+        f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{architecture}.rope.freq_base": config.rope_parameters["rope_theta"],
+        f"{architecture}.vocab_size": config.vocab_size,
+    }
+    for key, value in (common | entries).items():
         _add(writer, key, value)
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            data, heads = weight.numpy(), _heads(name, config)
-            own = [other for part, other in (kinds or {}).items() if part in _gguf_name(name)] or [kind]
-            chosen = own[0] if data.ndim > 1 else Kind.F32
-            stored, wanted = _encoded(_interleaved(data, heads) if heads else data, chosen, rng)
-            writer.add_tensor(_gguf_name(name), stored, raw_dtype=chosen)
-            weight.copy_(torch.from_numpy(_rotated(wanted, heads) if heads else wanted))
+            heads = _heads(name, config) if interleaves else 0
+            parts = [weight]
+            if name.endswith("gate_up_proj"):
+                parts = list(weight.chunk(2, 1))
+            for part, known in zip(parts, _gguf_names(name), strict=True):
+                data = part.numpy()
+                is_float = data.ndim == 1 or known.endswith("ffn_gate_inp.weight")
+                chosen = Kind.F32 if is_float else kind_of(known)
+                stored, wanted = _encoded(_interleaved(data, heads) if heads else data, chosen, rng)
+                writer.add_tensor(known, stored, raw_dtype=chosen)
+                part.copy_(torch.from_numpy(_rotated(wanted, heads) if heads else wanted))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -163,12 +227,16 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _gguf_name(name: str) -> str:
-    stem, _, suffix = name.rpartition(".")
+def _gguf_names(name: str) -> list[str]:
+    """Names in the file of the parts of a weight: gate and up of experts are two tensors there."""
+    if name.endswith("gate_up_proj"):
+        layer = name.split(".")[2]
+        return [f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up")]
+    stem, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{suffix}"
-    return f"{NAMES[stem]}.{suffix}"
+        return [f"blk.{layer}.{NAMES[part]}.{suffix}"]
+    return [f"{NAMES[stem]}.{suffix}"]
 
 
 def _heads(name: str, config: LlamaConfig) -> int:
@@ -198,7 +266,7 @@ def _encoded(data: np.ndarray, kind: Kind, rng: np.random.Generator) -> tuple[np
         blocks = rng.integers(0, 256, size=(data.size // elements, num_bytes), dtype=np.uint8)
         scales = SCALES[kind]
         blocks[:, scales] = np.full(blocks[:, scales].shape[1] // 2, 1e-4, dtype=np.float16).view(np.uint8)
-        stored = blocks.reshape(data.shape[0], -1)
+        stored = blocks.reshape(*data.shape[:-1], -1)
     else:
         stored = gguf.quantize(data, kind)
     return stored, np.asarray(gguf.dequantize(stored, kind), dtype=np.float32).reshape(data.shape)

@@ -35,6 +35,8 @@ def check_metadata(header: Header) -> None:
             _check(header, f"{name}.{key}", _is_positive, "a finite number above 0")
     for key in ("attention.key_length", "attention.value_length", "expert_count", "expert_used_count"):
         _check(header, f"{name}.{key}", _is_whole, "a whole number")
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        _check(header, f"{name}.{key}", _is_whole, "a whole number")
     for key in ("rope.scaling.factor", "rope.scale_linear"):
         _check(header, f"{name}.{key}", _is_finite, "a finite number")
     _check(header, f"{name}.rope.scaling.type", _is_text, "a name")

@@ -92,6 +92,9 @@ def config_of(header: Header) -> Any:
     rows = next((tensor.shape[0] for tensor in header.tensors if tensor.name == INPUT and tensor.shape), None)
     if header.of_architecture("vocab_size") is None and rows is not None:
         config.vocab_size = rows
+    for key, attribute in _EXPERT_SIZES.items():
+        if header.of_architecture(key) is not None and hasattr(config, attribute):
+            setattr(config, attribute, header.of_architecture(key))
     _check_base(config, header)
     _scale_positions(config, header)
     return config
@@ -214,6 +217,12 @@ def _end(tensor: TensorInfo) -> int:
 
 # -- contents that transformers ignores ---------------------------------------------------------------------------
 
+
+_EXPERT_SIZES = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Attributes of a config by the entries that state their values."""
 
 _DEFAULT_BASE = 10000.0
 """Base of rotary positions if a GGUF file states none."""
