@@ -166,8 +166,8 @@ def quantize_weights(
     made = []
 
     def rounded(group: Sequence[nn.Module]) -> PackedProduct:
-        rounder, earlier_product = _rounder(rounding_of(model, group[0], name)), known.get(id(group[0].weight))
-        made.append(PackedProduct(group, earlier_product, rounder, dtype, leaving))
+        of_group, earlier_product = rounder(rounding_of(model, group[0], name)), known.get(id(group[0].weight))
+        made.append(PackedProduct(group, earlier_product, of_group, dtype, leaving))
         return made[-1]
 
     for group in groups(model, layers) if layers else []:
@@ -227,7 +227,7 @@ def take_codes(
         made += [PackedProduct(each, None, stored.__getitem__, dtype, leaving).put_in() for each in alike.values()]
     if embedding in stored:
         made.append(PackedProduct([embedding], None, stored.__getitem__, dtype, leaving))
-        replace_forward(embedding, PackedRows(PackedLinear(made[-1])))
+        replace_forward(embedding, PackedRows(PackedLinear(made[-1]), embedding))
     for each, of_each in stacks.items():
         replace_forward(each, packed_experts(each, of_each, packed))
     _convert(model, dtype)
@@ -293,7 +293,7 @@ def rounding_of(model: PreTrainedModel, layer: nn.Module, name: str) -> Rounding
     return ROUNDINGS["int8" if layer is model.get_output_embeddings() else name]
 
 
-def _rounder(rounding: Rounding) -> Callable[[nn.Module], Unrounded]:
+def rounder(rounding: Rounding) -> Callable[[nn.Module], Unrounded]:
     """Return a function for `PackedProduct` from a linear layer to its weight, which is still to be rounded."""
     return lambda layer: rounding(dense_weight(layer))
 
