@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -28,6 +29,8 @@ SECONDS_UNSAID = 0.5
 
 Watch = Callable[[str, int, int], None]
 """Function that is called with the name of the running work, the finished part, and the total."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger("foredraft")
 
@@ -135,6 +138,76 @@ def _lines(say: Callable[[str], None]) -> Watch:
             latest = what, now
 
     return watch
+
+
+SECONDS_TO_BAR = 1.0
+"""Seconds after which work has a bar or a line."""
+SECONDS_PER_UPDATE = 0.1
+WIDTH = 24
+"""Characters of a bar in a line of text."""
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how far work has come, if it takes longer than `SECONDS_TO_BAR`. Call the function after each part.
+
+    On a terminal or in a notebook there is a bar, elsewhere one line. The command line shows both as stages of its
+    status. A program that handles the records of foredraft gets one record of level INFO.
+
+    Args:
+      what: name of the work.
+      total: size of all parts.
+
+    Yields: a function whose argument is the size of the part that was done.
+    """
+    started = latest = perf_counter()
+    done, is_shown = 0, False
+    bar: Progress | None = None
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def advance(size: int) -> None:
+        nonlocal latest, done, is_shown, bar
+        done, now = done + size, perf_counter()
+        if now - started < SECONDS_TO_BAR or (is_shown and now - latest < SECONDS_PER_UPDATE):
+            return
+        if not is_shown and _is_awaited(logging.INFO):
+            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+            bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            bar.add_task(what, total=total)
+            bar.start()
+        elif not is_shown:
+            stage(what)
+        latest, is_shown = now, True
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done)
+        elif is_terminal:
+            logger.debug("%s %s", what, _bar(done / max(total, 1)), extra={"is_stage": True})
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def counted(what: str, parts: Iterable[T], size_of: Callable[[T], int]) -> Iterator[T]:
+    """Yield parts of work, and show how far it has come; see `counting`."""
+    given = list(parts)
+    with counting(what, sum(map(size_of, given))) as advance:
+        for part in given:
+            yield part
+            advance(size_of(part))
+
+
+def _bar(share: float) -> str:
+    """Return a bar as text.
+
+    Example:
+        >>> _bar(0.5)
+        '━━━━━━━━━━━━──────────── 50 %'
+    """
+    filled = min(WIDTH, round(share * WIDTH))
+    return f"{'━' * filled}{'─' * (WIDTH - filled)} {min(100, round(share * 100))} %"
 
 
 @contextmanager

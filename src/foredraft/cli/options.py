@@ -417,6 +417,15 @@ class DraftingOptions:
             help="Smaller model with the same tokenizer, or a head.",
         ),
     ] = None
+    draft_quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|int4",
+            hidden=True,
+            rich_help_panel=DRAFTING,
+            help="Round the weights of the draft model or head to 8 or 4 bits on loading.",
+        ),
+    ] = None
     num_speculative_tokens: NumSpeculativeTokens = None
     speculative_config: Annotated[
         str | None,
@@ -434,6 +443,7 @@ class DraftingOptions:
         given: dict[str, Any] = {
             "method": self.method,
             "model": self.draft_model,
+            "quantization": self.draft_quantization,
             "num_speculative_tokens": self.num_speculative_tokens,
         }
         given = {key: value for key, value in given.items() if value is not None}
@@ -460,5 +470,5 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
 
 
 def _options(given: Mapping[str, Any]) -> str:
-    names = {"method": "--method", "model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
-    return ", ".join(names[key] for key in given)
+    names = {"model": "--draft-model", "quantization": "--draft-quantization"}
+    return ", ".join(names.get(key, f"--{key.replace('_', '-')}") for key in given)

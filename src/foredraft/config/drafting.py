@@ -141,6 +141,10 @@ class ModelOptions(Options):
         anything("name of a dtype"),
         help="dtype of a drafter that is loaded by name; by default chosen as for the target",
     )
+    quantization: str | None = option(
+        one_of(("int8", "int4")),
+        help="round linear layers of the draft model or head to 8 or 4 bits, output layers to 8; not for GGUF files",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ ALIASES: dict[str, dict[str, dict[str, str | Alias]]] = {
             "speculative_algorithm": "method",
             "speculative_draft_model_path": "model",
             "speculative_draft_model_revision": "revision",
+            "speculative_draft_model_quantization": "quantization",
             "speculative_num_steps": "num_speculative_tokens",
             "speculative_num_draft_tokens": "max_draft_nodes",  # both count the root
             "speculative_eagle_topk": "num_draft_branches",
@@ -290,9 +291,6 @@ NOT_HERE = {
     "speculative_config": {
         # vLLM
         "draft_tensor_parallel_size": UnsupportedOption(_ONE_PROCESS, (None, 1)),
-        "quantization": UnsupportedOption(
-            "the drafter is used as it was loaded; load it with transformers and pass the model itself"
-        ),
         "weights": UnsupportedOption("it applies to the target; give weights='stored' for the model"),
         "max_model_len": UnsupportedOption(
             "it applies to target and drafter together; give max_model_len for the model"

@@ -234,7 +234,7 @@ def _inferred(given: Mapping[str, Any]) -> Method:
     The result is the method of the head in the folder ``model``; else the only method that has one of the keys; else
     the only method that has all keys. Without a key, or with only a draft length, the method is `auto`.
     """
-    if given.keys() <= {"num_speculative_tokens"}:
+    if given.keys() <= {"num_speculative_tokens", "quantization"}:
         return methods()["auto"]
     found = recognized(given["model"]) if "model" in given else None
     if found is not None:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.gguf.blocks import TYPES
@@ -30,6 +29,7 @@ from foredraft.model.execution.sharing import gives_rows
 from foredraft.native import memory
 from foredraft.native.codes import Codes, StoredBlocks, StoredCodes, pieces
 from foredraft.native.library import KINDS, library
+from foredraft.progress import counted
 
 
 @dataclass
@@ -92,7 +92,7 @@ def read_weights(header: Header, structure: PreTrainedModel, dtype: torch.dtype,
     layers, looked_up = _layers(structure) if as_stored else ({}, set())
     shapes = {name: weight.shape for name, weight in structure.named_parameters(remove_duplicate=False)}
     stacks = _Stacks(structure, names, header, as_stored=as_stored)
-    for tensor in logging.tqdm(header.tensors, desc="reading tensors", leave=False):
+    for tensor in counted("reading tensors", header.tensors, lambda tensor: tensor.num_elements):
         if tensor.name in stacks:
             stacks.read(tensor, file, found, dtype)
             continue

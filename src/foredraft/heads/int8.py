@@ -1,4 +1,4 @@
-"""EAGLE heads in 8-bit weights, which run a level of a draft, or a whole draft, in one call of the native kernels."""
+"""EAGLE heads in weights of 8 or 4 bits. One call of the native kernels runs a level of a draft, or a whole draft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foredraft.heads.layers import DecoderLayer
 from foredraft.model.execution import forwards, packing
 from foredraft.model.nodes import Nodes
 from foredraft.native import abi
-from foredraft.native.codes import Unrounded
+from foredraft.native.codes import Codes, StoredCodes, Unrounded
 from foredraft.native.library import Library
 from foredraft.native.packed_matmul import CodesMatrix
 from foredraft.sampling import noise
@@ -29,7 +29,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Int8Head:
-    """EAGLE head for the native kernels: weights in 8 bits, keys and values in bfloat16, everything else in float32.
+    """EAGLE head for the native kernels, with keys and values in bfloat16 and everything else in float32.
+
+    Weights have 8 bits, or 4 if they were rounded to 4 bits when the head was loaded.
 
     Args:
       head: head with one decoder layer, in bfloat16 or float32 on the CPU; see `why_not`.
@@ -40,7 +42,7 @@ class Int8Head:
     Attributes:
       num_bytes: size of the weights.
 
-    Exactness: equal to the module up to 8-bit rounding; drafts are verified by the target.
+    Exactness: equal to the module up to this rounding; drafts are verified by the target.
     Randomness: none.
     """
 
@@ -253,13 +255,25 @@ def _norms(head: EagleHead) -> list[nn.Module]:
     return [module for module in head.modules() if "norm" in type(module).__name__.lower()]
 
 
+def _codes_of(layer: nn.Module) -> Codes | None:
+    forward = forwards.replacement(layer)
+    return forward.codes() if isinstance(forward, packing.PackedLinear) else None
+
+
 def _matrix(layers: Sequence[nn.Module], kernels: Library) -> CodesMatrix:
-    """Join layers with the same input into one matrix."""
+    """Join layers with the same input into one matrix.
+
+    Weights that were rounded to 4 bits when the head was loaded are taken as they are, and others are rounded to 8.
+    """
     weights = [packing.unpacked_weight(layer) for layer in layers]
     biases = [cast("torch.Tensor | None", layer.bias) for layer in layers]
     bias = None
     if any(each is not None for each in biases):
         pairs = zip(weights, biases, strict=True)
         bias = torch.cat([torch.zeros(len(weight)) if each is None else each.float() for weight, each in pairs])
-    parts = [Unrounded.of(weight, 8) for weight in weights]
+    codes = [_codes_of(layer) for layer in layers]
+    parts = [
+        StoredCodes.of(found) if found is not None and found.bits == 4 else Unrounded.of(weight, 8)
+        for found, weight in zip(codes, weights, strict=True)
+    ]
     return CodesMatrix(parts, bias, kernels, activation_bytes=1, ignores_infinite=True)

@@ -24,6 +24,7 @@ from foredraft.errors import ConfigError, ForedraftError, TokenizerMismatchError
 from foredraft.loading.companions import drafters_beside
 from foredraft.loading.info import Loaded, ModelInfo, describe
 from foredraft.loading.models import adapter_of, load_model, tokenizer_beside
+from foredraft.loading.sources import resolve
 from foredraft.methods import Method, methods, recognized
 from foredraft.methods.compose import FREE
 from foredraft.model.execution.execution import Execution
@@ -108,6 +109,7 @@ class Pairing:
         part = config.model_part
         name = None if part is None else part.model if part.model is not None else self._own_drafter(zoo_name)
         heads = head_names(config, zoo_name)
+        _check_rounded(config, has_model=name is not None)
         if part is None or name is None:
             make = drafter_factory(config, context)
             return Drafting(config, make, heads=heads, is_governed=config.is_governed, profile=self.profile)
@@ -136,7 +138,7 @@ class Pairing:
             draft = self._load(name, config)
             self._check(draft)
             return draft, adapter_of(draft, self.execution)
-        key = str(name), _stamps(name), config.dtype, config.revision
+        key = str(name), _stamps(name), config.dtype, config.revision, config.quantization
         lm = self._in_use.get(key)
         if lm is None:
             draft = self._load(name, config)
@@ -146,11 +148,21 @@ class Pairing:
         return self._sources[lm], lm
 
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
+        """Load a draft model.
+
+        Raises: ConfigError for ``quantization`` of a GGUF file; the errors of `load_model`.
+        """
         if isinstance(name, torch.nn.Module):
-            return load_model(name)
+            return load_model(name, quantization=config.quantization)
+        if config.quantization is not None and resolve(name, part="draft", revision=config.revision).is_gguf:
+            raise ConfigError(
+                f"quantization is {config.quantization!r}, but the weights of {name} are integers already, which are "
+                "used as they are in the file; leave quantization out"
+            )
         return load_model(
             name,
             part="draft",
+            quantization=config.quantization,
             dtype=config.dtype or self.dtype,
             widest_dtype=self.target.dtype,
             device=self.target.device,
@@ -167,6 +179,22 @@ class Pairing:
         num_tokens = None if ours is None else len(ours)
         drafter_size = draft.model.config.get_text_config(decoder=True).vocab_size
         check_vocab_sizes(self.target.vocab_size, drafter_size, self.loaded.name, draft.name, num_tokens)
+
+
+def _check_rounded(config: SpeculativeConfig, *, has_model: bool) -> None:
+    """Check that ``quantization`` concerns a draft model or a head.
+
+    Args:
+      has_model: True if a part of the config drafts with a model besides the target.
+
+    Raises: ConfigError.
+    """
+    given = [part for part in (config, *config.parts) if part.quantization is not None]
+    if given and not has_model and not any(part.definition.drafts_with_heads for part in given):
+        raise ConfigError(
+            f"quantization is {given[0].quantization!r}, but {config.title} drafts without a model or head of its own; "
+            "leave quantization out, or set model. Method 'quantized_self' drafts with a rounded copy of the target"
+        )
 
 
 def _stamps(name: str | os.PathLike[str]) -> tuple[tuple[str, int, int], ...]:

@@ -12,7 +12,7 @@ from foredraft.config.speculative import SpeculativeConfig
 from foredraft.errors import ConfigError
 from foredraft.methods import Method, recognized
 
-HANDED_ON = ("model", "revision", "dtype", "num_speculative_tokens")
+HANDED_ON = ("model", "revision", "dtype", "quantization", "num_speculative_tokens")
 """Keys of a combined method that are passed on to every part that has them."""
 
 FREE = ("suffix",)

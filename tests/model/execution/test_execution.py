@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     Gemma2Config,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -24,7 +26,7 @@ from foredraft.errors import ConfigError, UnsupportedModelError
 from foredraft.model.execution import execution
 from foredraft.model.execution.attention import GROUPED_SDPA, grouped_sdpa
 from foredraft.model.execution.execution import apply_execution, choose_execution
-from foredraft.model.execution.packing import PackedLinear, embedding_weight, packs
+from foredraft.model.execution.packing import PackedLinear, embedding_rows, embedding_weight, packs
 from foredraft.model.lm import CausalLM, Nodes
 from foredraft.model.reduced import shadow
 from foredraft.native.library import library
@@ -196,20 +198,22 @@ class TestRelease:
         assert not execution.refresh_if_stale()
 
     def test_frees_the_weights_for_everybody_but_keeps_ties(self) -> None:
-        """But for an embedding that only gives rows: these are read from the packed output embedding."""
-        free, tied, scaled = build("llama"), build("llama-tied"), build("llama-tied")
-        scaled.model.embed_tokens.__class__ = type("Scaled", (nn.Embedding,), {})
-        for model in (free, tied, scaled):
+        """But for an embedding that only looks up rows: they are read from the packed output embedding."""
+        free, tied, scaled, offset = build("llama"), *(build("llama-tied") for _ in range(3))
+        scaled.model.embed_tokens.__class__ = Scaled
+        offset.model.embed_tokens.__class__ = Offset
+        for model in (free, tied, scaled, offset):
             apply_execution(shadow(model), "packed", release_originals=True)
             q_proj = model.model.layers[0].self_attn.q_proj.weight
             assert q_proj.shape == (32, 32)
             assert q_proj.untyped_storage().nbytes() == 4
             assert q_proj.isnan().all(), "code that reads past the packed copy must be found out"
         assert free.lm_head.weight.untyped_storage().nbytes() == 4
-        assert scaled.lm_head.weight is scaled.model.embed_tokens.weight
-        assert not scaled.lm_head.weight.isnan().any()
-        assert tied.lm_head.weight is tied.model.embed_tokens.weight
-        assert tied.lm_head.weight.isnan().all() == (library() is not None)
+        assert offset.lm_head.weight is offset.model.embed_tokens.weight
+        assert not offset.lm_head.weight.isnan().any()
+        for model in (tied, scaled):
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            assert model.lm_head.weight.isnan().all() == (library() is not None)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.skipif(library() is None, reason="no kernels here")
@@ -221,6 +225,45 @@ class TestRelease:
         ids = torch.arange(len(want)).flip(0).repeat(2, 1)
         assert torch.equal(embedding(ids), want[ids])
         assert torch.equal(embedding_weight(embedding), want)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.skipif(library() is None, reason="no kernels here")
+    def test_a_tied_embedding_that_scales_its_rows_keeps_its_bits_without_a_table(self, dtype: torch.dtype) -> None:
+        """Gemma's class, whose scale is a buffer in another dtype, and which has a padding token."""
+        model = gemma(dtype)
+        original = model.get_input_embeddings()
+        weight = original.weight.detach().clone()
+        ids = torch.arange(len(weight)).flip(0).repeat(2, 1)
+        want, logits = original(ids), logits_of(model, IDS)
+        execution = apply_execution(shadow(model), "packed", release_originals=True)
+        embedding = execution.model.get_input_embeddings()
+        assert embedding.weight.isnan().all()
+        assert torch.equal(embedding(ids), want)
+        assert not torch.equal(embedding(ids), weight[ids])
+        assert torch.equal(embedding_weight(embedding), weight)
+        assert torch.equal(embedding_rows(embedding, ids), weight[ids])
+        with torch.inference_mode():
+            got = execution.run(input_ids=IDS, use_cache=False).logits
+        assert relative_error(got, logits) < ROUNDING.get(dtype, 6e-2)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 3.0
+
+
+class Offset(nn.Embedding):
+    """Looks at the tokens for more than their rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + (input == 0)[..., None]
+
+
+def gemma(dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Gemma3TextConfig(vocab_size=96, num_hidden_layers=2, head_dim=16, pad_token_id=90, **sizes)
+    return Gemma3ForCausalLM(config).to(dtype).eval()
 
 
 class TestGroupedAttention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,7 +17,7 @@ from foredraft.heads.layers import MLP, Attention
 from foredraft.methods import methods, recognized_in
 from foredraft.methods.heads import HeadOptions
 from foredraft.methods.rank_tree import RankTree
-from foredraft.model.execution import forwards, packing
+from foredraft.model.execution import forwards, packing, rounding
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import check_width
 
@@ -107,6 +107,11 @@ def load_head(
             f"dtype is {options.dtype!r}, and a head runs in that of its target, {name_of(target)}; leave dtype out"
         )
     if isinstance(given, kind):
+        if options.quantization is not None:
+            raise ConfigError(
+                f"quantization is {options.quantization!r}, but the head is loaded already, and its weights belong to "
+                "you; give its folder, or leave quantization out"
+            )
         parameter = next(given.parameters())
         if (parameter.dtype, parameter.device) != (target.dtype, target.device):
             raise ConfigError(
@@ -119,12 +124,18 @@ def load_head(
             f"model is a {type(given).__name__}, and method {method!r} needs a head; give a folder, a hub id or a "
             f"{kind.__name__}"
         )
-    return context.keep((kind.__name__, str(given), options.revision), lambda: _loaded(given, options, target, read))
+    key = kind.__name__, str(given), options.revision, options.quantization
+    return context.keep(key, lambda: _loaded(given, options, target, read))
 
 
 def _loaded(
     given: Any, options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Sequence[str]]]
 ) -> Head:
+    if options.quantization is not None and target.execution.kind == "eager":
+        raise ConfigError(
+            f"quantization is {options.quantization!r}, but the heads of a model that runs eagerly run in torch, which "
+            "does not multiply by integers; leave it out, or use execution='packed'"
+        )
     found = read_checkpoint(given, options.revision)
     check_kind(found, options.method)
     check_sizes(found)
@@ -134,7 +145,7 @@ def _loaded(
     for parameter in head.parameters():
         parameter.requires_grad_(False)
     if target.execution.kind != "eager":
-        pack(head)
+        pack(head, options.quantization)
     level = logging.DEBUG if options.model is None else logging.INFO  # an included head is in the load line
     logger.log(
         level, "%s: loaded a head of %.1f M parameters for method %s", found.name, num_parameters / 1e6, options.method
@@ -170,11 +181,20 @@ def check_kind(found: Checkpoint, method: str) -> None:
         )
 
 
-def pack(head: nn.Module) -> None:
+OUTPUTS = ("lm_head", "lm_heads")
+"""Names of the output layers of heads."""
+
+
+def pack(head: nn.Module, quantization: str | None = None) -> None:
     """Run the linear layers of a head in the library's native kernels, as the target's are, unless they are shared
     elsewhere.
 
     Layers with the same input become one product, which reads the input in one call.
+
+    Args:
+      quantization: "int8" or "int4" to round the layers, output layers to 8 bits; None for no rounding.
+
+    Raises: ConfigError for a layer that cannot be rounded.
     """
     packable = set(packing.packable(head))
     together: list[Sequence[nn.Module]] = []
@@ -183,12 +203,28 @@ def pack(head: nn.Module) -> None:
             together.append(module.sharing_input)
     shared = {layer for group in together for layer in group}
     groups = [*together, *([layer] for layer in head.modules() if layer not in shared)]
+    if quantization is not None:
+        _check_roundable(head, packable)
+    outputs = {layer for name, child in head.named_children() if name in OUTPUTS for layer in child.modules()}
     for group in groups:
         if packable.issuperset(group):
-            product = packing.PackedProduct(group)
+            bits = "int8" if outputs.issuperset(group) else quantization
+            codes = None if quantization is None or bits is None else rounding.rounder(rounding.ROUNDINGS[bits])
+            product = packing.PackedProduct(group, codes=codes)
             for index, layer in enumerate(group):
                 forwards.replace_forward(layer, packing.PackedLinear(product, index))
             product.release()
+
+
+def _check_roundable(head: nn.Module, packable: Set[nn.Module]) -> None:
+    """Raise ConfigError if a linear layer of a head runs in other code than the library's own kernels."""
+    linears = ((path, layer) for path, layer in head.named_modules() if isinstance(layer, nn.Linear))
+    path = next((path for path, layer in linears if layer not in packable), None)
+    if path is not None:
+        raise ConfigError(
+            f"quantization cannot round the layer {path} of this head, which does not run in the library's own "
+            "kernels; leave quantization out"
+        )
 
 
 def name_of(target: CausalLM) -> str:

@@ -6,6 +6,7 @@ kernels are not available, modules run unchanged.
 
 from __future__ import annotations
 
+import copy
 import operator
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -455,18 +456,27 @@ class PackedRows(StandIn):
     """Replacement forward of an input embedding that reads the rows of a packed output embedding, without its own
     table.
 
+    An embedding that also scales its rows, as in Gemma, runs the code of its class over a table of just these rows.
+
     Args:
       output: forward of the output embedding, which shares its product with no other layer.
+      embedding: the input embedding, which uses tokens only to look up rows.
 
     Exactness: rows equal those of ``output.dense()`` in the dtype of the model, bit for bit.
     """
 
-    def __init__(self, output: PackedLinear) -> None:
+    def __init__(self, output: PackedLinear, embedding: nn.Module) -> None:
         self.output = output
         self._table: tuple[Matrix, torch.Tensor] | None = None
+        self._own = None if type(embedding) is nn.Embedding else over_rows(embedding)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """(...) -> (..., H)."""
+        """Run the embedding: (...) -> (..., H)."""
+        rows = self.rows(ids)
+        return rows if self._own is None else self._own(rows)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight: (...) -> (..., H)."""
         packed = self.packed
         if packed is not None:
             return packed.rows(ids, self.dtype)
@@ -496,6 +506,26 @@ class PackedRows(StandIn):
         return self.output.sums
 
 
+def over_rows(embedding: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the code of an embedding's class as a function of the rows that were looked up: (..., H) -> (..., H).
+
+    The embedding must use tokens only to look up rows. The function refers to its other tensors, not to the embedding.
+    """
+    own = copy.copy(embedding)
+    vars(own).pop("forward", None)
+    own.padding_idx = None  # it only stops gradients, and is not among the few rows
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        each = copy.copy(own)  # threads may run at the same time
+        table = rows.reshape(-1, rows.shape[-1])
+        vars(each)["_parameters"] = {**own._parameters, "weight": table}
+        numbers = torch.arange(len(table), device=table.device)
+        return each.forward(numbers.view(rows.shape[:-1]))  # type: ignore[no-any-return]
+
+    vars(own)["_parameters"] = {name: each for name, each in own._parameters.items() if name != "weight"}
+    return run
+
+
 def embedding_weight(embedding: nn.Module) -> torch.Tensor:
     """Return the weight (V, H) of an input embedding, even if its rows are read from the output embedding."""
     forward, weight = replacement(embedding), embedding.weight
@@ -505,7 +535,7 @@ def embedding_weight(embedding: nn.Module) -> torch.Tensor:
 def embedding_rows(embedding: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return rows of an embedding's weight, without anything else that the embedding does: (...) -> (..., H)."""
     forward = replacement(embedding)
-    return forward(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
+    return forward.rows(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
 
 
 def released(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,7 @@ reads at most half as many bytes as in bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -25,7 +25,6 @@ from foredraft.model.execution.packing import (
     PackedLinear,
     PackedProduct,
     PackedRows,
-    StackedWeight,
     dense_weight,
     release,
     unpacked_weight,
@@ -43,6 +42,7 @@ from foredraft.model.independence import has_plain_weight
 from foredraft.model.support import model_name
 from foredraft.native.codes import Kind, StoredCodes, Unrounded
 from foredraft.native.packed_matmul import CodesMatrix
+from foredraft.progress import counting
 
 Rounding: TypeAlias = Callable[[torch.Tensor], Unrounded]
 """Function that rounds a weight (out, in)."""
@@ -164,16 +164,18 @@ def quantize_weights(
     every = [stack for named in stacks.values() for parts in named.values() for stack in parts]
     leaving = make_ready(model, [*layers, *every], tied) if release_originals else None
     made = []
+    with counting("rounding weights", _num_weights([*layers, *every])) as advance:
 
-    def rounded(group: Sequence[nn.Module]) -> PackedProduct:
-        rounder, earlier_product = _rounder(rounding_of(model, group[0], name)), known.get(id(group[0].weight))
-        made.append(PackedProduct(group, earlier_product, rounder, dtype, leaving))
-        return made[-1]
+        def rounded(group: Sequence[nn.Module]) -> PackedProduct:
+            of_group, earlier_product = rounder(rounding_of(model, group[0], name)), known.get(id(group[0].weight))
+            made.append(PackedProduct(group, earlier_product, of_group, dtype, leaving))
+            advance(made[-1].num_weights)
+            return made[-1]
 
-    for group in groups(model, layers) if layers else []:
-        rounded(group).put_in()
-    for each, named in stacks.items():
-        replace_forward(each, packed_experts(each, named, lambda stack: rounded([stack])))
+        for group in groups(model, layers) if layers else []:
+            rounded(group).put_in()
+        for each, named in stacks.items():
+            replace_forward(each, packed_experts(each, named, lambda stack: rounded([stack])))
     if tied is not None:
         read_rows(model, tied)
     if dtype is not None:
@@ -215,21 +217,24 @@ def take_codes(
     every = [stack for named in stacks.values() for parts in named.values() for stack in parts]
     leaving = make_ready(model, [*stored, *every], tied)
     made = []
+    with counting("packing weights", _num_weights([*stored, *every])) as advance:
 
-    def packed(stack: StackedWeight) -> PackedProduct:
-        made.append(PackedProduct([stack], None, codes.__getitem__ if stack in codes else None, dtype, leaving))
-        return made[-1]
+        def packed(layers: Sequence[nn.Module]) -> PackedProduct:
+            of_layers = codes.__getitem__ if layers[0] in codes else None
+            made.append(PackedProduct(layers, None, of_layers, dtype, leaving))
+            advance(made[-1].num_weights)
+            return made[-1]
 
-    for group in groups(model, [layer for layer in stored if layer is not embedding]):
-        alike: dict[Kind, list[nn.Module]] = {}
-        for layer in group:
-            alike.setdefault(stored[layer].form.kind, []).append(layer)
-        made += [PackedProduct(each, None, stored.__getitem__, dtype, leaving).put_in() for each in alike.values()]
-    if embedding in stored:
-        made.append(PackedProduct([embedding], None, stored.__getitem__, dtype, leaving))
-        replace_forward(embedding, PackedRows(PackedLinear(made[-1])))
-    for each, of_each in stacks.items():
-        replace_forward(each, packed_experts(each, of_each, packed))
+        for group in groups(model, [layer for layer in stored if layer is not embedding]):
+            alike: dict[Kind, list[nn.Module]] = {}
+            for layer in group:
+                alike.setdefault(stored[layer].form.kind, []).append(layer)
+            for each in alike.values():
+                packed(each).put_in()
+        if embedding in stored:
+            replace_forward(embedding, PackedRows(PackedLinear(packed([embedding])), embedding))
+        for experts, of_each in stacks.items():
+            replace_forward(experts, packed_experts(experts, of_each, lambda stack: packed([stack])))
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()
@@ -238,6 +243,10 @@ def take_codes(
         read_rows(model, tied)
     for product in made:
         product.settle()
+
+
+def _num_weights(layers: Iterable[nn.Module]) -> int:
+    return sum(layer.weight.numel() for layer in layers)  # type: ignore[misc, operator]
 
 
 def _has_rows_of_output(model: PreTrainedModel) -> bool:
@@ -293,7 +302,7 @@ def rounding_of(model: PreTrainedModel, layer: nn.Module, name: str) -> Rounding
     return ROUNDINGS["int8" if layer is model.get_output_embeddings() else name]
 
 
-def _rounder(rounding: Rounding) -> Callable[[nn.Module], Unrounded]:
+def rounder(rounding: Rounding) -> Callable[[nn.Module], Unrounded]:
     """Return a function for `PackedProduct` from a linear layer to its weight, which is still to be rounded."""
     return lambda layer: rounding(dense_weight(layer))
 

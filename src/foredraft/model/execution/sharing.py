@@ -6,6 +6,7 @@ are tied embeddings, for example; their rows are read from the output embedding 
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -129,7 +132,7 @@ def _is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def tied_embedding(model: PreTrainedModel) -> Any:
-    """Return the input embedding if its weight is shared with the output embedding only, and it only looks up rows."""
+    """Return the input embedding if its weight is shared with the output embedding only, and it `gives_rows`."""
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(output) is not nn.Linear or not gives_rows(embedding) or output.weight is not embedding.weight:
         return None
@@ -138,8 +141,46 @@ def tied_embedding(model: PreTrainedModel) -> Any:
 
 
 def gives_rows(embedding: Any) -> bool:
-    """Return whether an input embedding looks up rows of its weight and does nothing else."""
-    return type(embedding) is nn.Embedding and embedding.max_norm is None and replacement(embedding) is None
+    """Return whether an input embedding uses tokens only to look up rows of its weight, once.
+
+    It may do more with the rows, as Gemma's embedding does, which scales them.
+    """
+    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None or replacement(embedding) is not None:
+        return False
+    return type(embedding) is nn.Embedding or _looks_up_only(embedding)
+
+
+class _Uses(TorchFunctionMode):
+    """Records the functions that use a tensor."""
+
+    def __init__(self, of: torch.Tensor) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+        self._of = of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each is self._of for each in (*args, *(kwargs or {}).values())):
+            self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def _looks_up_only(embedding: nn.Embedding) -> bool:
+    """Run the code of an embedding's class over a small table, and see where it uses the tokens."""
+    weight = torch.zeros(2, embedding.weight.shape[1], dtype=embedding.weight.dtype)
+    small = copy.copy(embedding)
+    buffers = {
+        name: None if each is None else torch.zeros(each.shape, dtype=each.dtype)
+        for name, each in embedding._buffers.items()
+    }
+    vars(small).update(_parameters={**embedding._parameters, "weight": weight}, _buffers=buffers, padding_idx=None)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    try:
+        with _Uses(tokens) as uses:
+            small.forward(tokens)
+    except Exception:  # any error of the model's code
+        return False
+    return uses.functions == [F.embedding]
 
 
 def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> memory.PageReleaser:
@@ -162,7 +203,7 @@ def read_rows(model: PreTrainedModel, embedding: nn.Module) -> None:
     """Make an input embedding read the rows of the packed output embedding; without effect if that is not packed."""
     output = packed_output(model)
     if output is not None:
-        replace_forward(embedding, PackedRows(output))
+        replace_forward(embedding, PackedRows(output, embedding))
 
 
 def packed_output(model: PreTrainedModel) -> PackedLinear | None:
