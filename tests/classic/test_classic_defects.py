@@ -240,7 +240,7 @@ def test_14_the_total_length_is_right_at_every_edge() -> None:
     options: dict[str, Any] = {"max_gen_len": 5, "eos_tokens_id": []}
     assert len(ngram_assisted_speculative_generate(PROMPT, NGramStorage(3, 64), endless, **options)[0]) == 5
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
-    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+    with pytest.raises(UnsupportedModelError, match="the t5 model is an encoder-decoder"):
         speculative_generate(PROMPT, drafter(), t5)
 
 

@@ -289,7 +289,7 @@ BFLOAT16_WITHOUT_PRODUCTS = {
     "llama": (torch.bfloat16, {"num_key_value_heads": 2}),
     "gemma3_text": (torch.bfloat16, {"num_key_value_heads": 2, "head_dim": 8}),
     "opt": (torch.bfloat16, {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "mixtral": (torch.float32, {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "mixtral": (torch.bfloat16, {"num_key_value_heads": 2, "num_local_experts": 4}),
     "falcon": (torch.float32, {}),
 }
 """By architecture the dtype in which its checkpoints in bfloat16 are loaded, and settings of a toy."""
@@ -465,7 +465,9 @@ def test_padding_of_a_vocabulary_is_tolerated_and_another_size_is_not() -> None:
         check_vocab_sizes(*sizes, "T", "D")
     check_vocab_sizes(152064, 151680, "T", "D", num_tokens=151665)
     for sizes in [(32000, 50257), (64, 80), (32000, 32002)]:
-        with pytest.raises(TokenizerMismatchError, match=f"T has {sizes[0]} token ids and the drafter D {sizes[1]}"):
+        with pytest.raises(
+            TokenizerMismatchError, match=f"T has {sizes[0]} token ids and its drafter, D, has {sizes[1]}"
+        ):
             check_vocab_sizes(*sizes, "T", "D")
 
 

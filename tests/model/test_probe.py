@@ -343,7 +343,7 @@ def test_a_layer_with_the_weights_of_another_is_found(dtype: str, monkeypatch: p
     architecture = deep(ARCHITECTURES["llama"], 8)
     model = architecture.build("sdpa", DTYPES[dtype])
     with_result(execution_of, "apply_execution", exchanged)(monkeypatch)
-    monkeypatch.setattr(Execution, "record", lambda *_: None)  # whose programs are another check's
+    monkeypatch.setattr(Execution, "record", lambda *_, **__: None)  # whose programs are another check's
     with pytest.raises(ProbeError, match=r"layer model.layers.[45].self_attn.q_proj of .* execution=\"eager\""):
         load(model, "packed")
 

@@ -10,8 +10,8 @@ from architectures import ARCHITECTURES
 
 FAST = ("llama", "gemma3", "gpt2", "phi")  # grouped heads, windows, learned positions, parallel branches
 UNCOMPILED = {  # and why
-    "qwen3-moe": "GuardOnDataDependentSymNode",
-    "mixtral": "GuardOnDataDependentSymNode",
+    "qwen3-moe": "its experts are not compiled",
+    "mixtral": "its experts are not compiled",
     "deepseek-v3": "does not read the cache",
     "falcon": "its own attention code",
     "falcon-multi-query": "its own attention code",

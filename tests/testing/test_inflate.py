@@ -182,7 +182,7 @@ def test_refused_sizes(arguments: dict[str, int], message: str) -> None:
 
 def test_refused_class() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot be inflated"):
+    with pytest.raises(UnsupportedModelError, match="a model of type gpt2 cannot be inflated"):
         inflate(model, hidden_size=16, intermediate_size=32)
 
 

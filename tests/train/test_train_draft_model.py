@@ -114,7 +114,7 @@ def test_embeddings_of_the_target_are_neither_trained_nor_kept_in_checkpoints() 
         (SmallPlan(total_variation=1.5), r"total_variation is 1\.5"),
         (SmallPlan(hidden_size=-1), "use 1 or more"),
         (SmallPlan(from_layers=(0,), hidden_size=16), "leave hidden_size out"),
-        (SmallPlan(start=Path("x"), from_layers=(0,)), "already has layers and embeddings"),
+        (SmallPlan(start=Path("."), from_layers=(0,)), "already has layers and embeddings"),
     ],
 )
 def test_drafters_that_cannot_be_made_are_refused(plan: SmallPlan, message: str) -> None:

@@ -32,7 +32,7 @@ class SpeculativeConfig:
     Args:
       method: name of a method such as "ngram", or several as in "ngram+suffix". If it is left out, the other keys
         decide: a folder with a head selects that head's method. Any other model selects ``draft_model``. A key that
-          only one method has selects that method. Without any key, the method is ``auto``.
+        only one method has selects that method. Without any key, the method is ``auto``.
       options: options of the same method to start from. The other keys override these options.
       keys: options of the method, under their own names or aliases. A key that is left out or None takes its default.
 

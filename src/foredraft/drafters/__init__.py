@@ -28,12 +28,14 @@ def drafter_factory(config: SpeculativeConfig, context: DrafterContext) -> Draft
 
     Raises: ConfigError if the config needs something that the context does not have.
     """
-    target = context.target
-    first = [(target.num_changes, make_drafter(config, context))]  # raises configuration errors now
+
+    def num_changes() -> int:
+        return getattr(context.target, "num_changes", 0)  # drafters of text alone need no target
+
+    first = [(num_changes(), make_drafter(config, context))]  # raises configuration errors now
 
     def make() -> Drafter:
-        num_changes, drafter = first.pop() if first else (-1, None)
-        is_current = drafter is not None and num_changes == target.num_changes
-        return drafter if is_current else make_drafter(config, context)  # type: ignore[return-value]
+        then, drafter = first.pop() if first else (-1, None)
+        return drafter if drafter is not None and then == num_changes() else make_drafter(config, context)
 
     return make

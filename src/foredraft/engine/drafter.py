@@ -203,12 +203,11 @@ class Drafter(ABC):
 
     A row is a `Row`; ``row.token_ids`` ends with the pending token. A drafter keeps its state of a row in
     ``row.state[self]``: any object, made in ``start``, that ends with the row. A `RowState` can also be copied for
-      another sample of a prompt, and cut for a prompt that begins with the same tokens.
+    another sample of a prompt, and cut for a prompt that begins with the same tokens.
 
     Order of calls for a row: if the drafter reads prompts, ``start`` is called for each chunk. It is called once more,
     with an empty chunk, when the prompt is in the target's cache. A copied or cut state is in ``row.state`` before
-    that. After
-      ``start``, ``propose`` and ``observe`` alternate, for any subset of the started rows in any order.
+    that. After ``start``, ``propose`` and ``observe`` alternate, for any subset of the started rows in any order.
     """
 
     facts: DrafterFacts = DrafterFacts()

@@ -15,6 +15,7 @@ from foredraft import zoo
 from foredraft.config.speculative import SpeculativeConfig
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.gguf.header import is_gguf, part_names
+from foredraft.model.support import READABLE
 
 logger = logging.getLogger("foredraft")
 
@@ -89,7 +90,9 @@ def resolve(
     if name.startswith(ZOO):
         if part == "draft" and not zoo.includes(name, part):  # the model itself is to be the drafter
             part = "target"
-        return Source(str(zoo.path(name, part)), name if part == "target" else f"{name} ({part})")
+        source = Source(str(zoo.path(name, part)), name if part == "target" else f"{name} ({part})")
+        READABLE[source.location] = source.name
+        return source
     location = os.path.expanduser(name)
     if os.path.isfile(location):
         if not location.endswith(".gguf") and not is_gguf(location):

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from foredraft import zoo
 from foredraft.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
 from foredraft.model.execution.forwards import replace_forward, replacement
 from foredraft.model.masks import FULL, SLIDING
@@ -52,10 +51,14 @@ def check_unwrapped(model: nn.Module) -> PreTrainedModel:
     )
 
 
+READABLE: dict[str, str] = {}
+"""Names for messages by the folder of a model, for folders that were found by another name, such as zoo:NAME."""
+
+
 def model_name(model: PreTrainedModel) -> str:
     """Return the name of a model for messages: zoo:NAME, its path or hub id, else its type ("the llama model")."""
     path = str(getattr(model, "name_or_path", "") or "")
-    return zoo.name_of(path) or path or f"the {model.config.model_type} model"
+    return READABLE.get(path, path) or f"the {model.config.model_type} model"
 
 
 def take_out_compilation(model: nn.Module) -> None:

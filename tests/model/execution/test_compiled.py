@@ -171,6 +171,7 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
     assert seen
 
 
+@pytest.mark.usefixtures("_nothing_compiled")
 def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with_result(compiled_layers, "grouped_sdpa", lambda found, _: (found[0] * 1.1, found[1]))(monkeypatch)
     lm = compiled(build("llama"), probe=False)
