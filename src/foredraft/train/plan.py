@@ -60,14 +60,14 @@ class SmallPlan:
         """Raise ConfigError for values out of range, or arguments that exclude each other."""
         if not 0.0 <= self.total_variation <= 1.0:
             raise ConfigError(f"total_variation is {self.total_variation}; it is a share of the loss, from 0 to 1")
-        if self.start is not None and not self.start.expanduser().is_dir():
-            raise ConfigError(f"{self.start} is not a folder; give the folder of a draft model to train further")
         if self.hidden_size < 0:
             raise ConfigError(f"hidden_size is {self.hidden_size}; use 1 or more, or 0 for the target's")
         if self.start is not None and (self.from_layers or self.hidden_size or self.own_embeddings):
             raise ConfigError(
                 f"{self.start} already has layers and embeddings; leave out from_layers, hidden_size and own_embeddings"
             )
+        if self.start is not None and not self.start.expanduser().is_dir():
+            raise ConfigError(f"{self.start} is not a folder; give the folder of a draft model to train further")
         if self.from_layers and self.hidden_size:
             raise ConfigError("layers of the target have the width of the target; leave hidden_size out")
 
