@@ -85,5 +85,5 @@ def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
 
 def test_experts_of_another_size_than_stated_are_a_damaged_file(tmp_path: Path) -> None:
     written = write_mixture(tmp_path / "m.gguf", Kind.Q8_0, metadata={"qwen3moe.expert_feed_forward_length": 512})
-    with pytest.raises(CheckpointError, match=r"ffn_(gate|up|down)_exps.weight of shape"):
+    with pytest.raises(CheckpointError, match="but a model with the stated sizes has"):
         load_model(written.path)

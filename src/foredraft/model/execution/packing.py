@@ -513,7 +513,7 @@ def over_rows(embedding: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """
     own = copy.copy(embedding)
     vars(own).pop("forward", None)
-    own.padding_idx = None  # it only stops gradients, and is not among the few rows
+    vars(own)["padding_idx"] = None  # it only stops gradients, and is not among the few rows
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         each = copy.copy(own)  # threads may run at the same time

@@ -229,8 +229,8 @@ def take_codes(
             alike: dict[Kind, list[nn.Module]] = {}
             for layer in group:
                 alike.setdefault(stored[layer].form.kind, []).append(layer)
-            for each in alike.values():
-                packed(each).put_in()
+            for same in alike.values():
+                packed(same).put_in()
         if embedding in stored:
             replace_forward(embedding, PackedRows(PackedLinear(packed([embedding])), embedding))
         for experts, of_each in stacks.items():

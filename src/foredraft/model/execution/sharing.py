@@ -180,7 +180,7 @@ def _looks_up_only(embedding: nn.Embedding) -> bool:
             small.forward(tokens)
     except Exception:  # any error of the model's code
         return False
-    return uses.functions == [F.embedding]
+    return bool(uses.functions == [F.embedding])
 
 
 def make_ready(model: PreTrainedModel, layers: Iterable[nn.Module], tied: Any) -> memory.PageReleaser:
