@@ -65,7 +65,7 @@ def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(params: Samp
     with hostile_kernels(*KINDS):
         loaded = load_model(written.path, dtype="float32", with_tokenizer=False)
         study = Study(loaded.model, prompts=PROMPTS, execution="auto", max_num_seqs=len(PROMPTS))
-        for method in ("token_recycling", "ngram"):
+        for method in ("token_recycling", "ngram")[: 2 if params is GREEDY else 1]:  # ngram repeats nothing sampled
             found = study.cell(method, params, len(PROMPTS))
             assert found.guarantee == "bit-identical"
             assert found.is_good, found.line()
