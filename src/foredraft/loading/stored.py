@@ -208,12 +208,11 @@ def _note(file: Path, entries: Mapping[str, Any]) -> None:
 def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
     for name, module in model.named_modules():
         forward = replacement(module)
-        if isinstance(forward, PackedExperts) and any(
-            isinstance(each.matrix, CodesMatrix) for each in forward.products
-        ):
+        experts = forward.products if isinstance(forward, PackedExperts) else ()
+        if any(isinstance(product.matrix, CodesMatrix) for product in experts):
             raise ConfigError(
-                f"{name} has experts in integer codes, which cannot be saved yet; keep the original files, and load them "
-                "in the same way again"
+                f"{name} contains experts in integer codes, which cannot be saved; keep the original files, and load "
+                "them in the same way again"
             )
         codes = forward.codes() if isinstance(forward, PackedLinear) else None
         if codes is None:
