@@ -24,10 +24,11 @@ from foredraft.loading.compressed import METHOD, VERSION, parts_of
 from foredraft.loading.layouts import LAYOUTS, check_optional, codes_of, settings_of
 from foredraft.model.building import build, without_weights
 from foredraft.model.execution.forwards import replacement
-from foredraft.model.execution.packing import PackedLinear, named_weights, released
+from foredraft.model.execution.packing import PackedExperts, PackedLinear, named_weights, released
 from foredraft.model.execution.rounding import roundable, take_codes
 from foredraft.model.support import model_name
 from foredraft.native.codes import Codes, Kind, QuantLayout, StoredCodes
+from foredraft.native.packed_matmul import CodesMatrix
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -152,8 +153,8 @@ def save_compressed(
       tokenizer: tokenizer that is saved with the model.
       is_instruct: whether plain text is a message to the model; None if its chat template decides.
 
-    Raises: ConfigError for a folder that is not empty or cannot be written, and for weights that the layout cannot
-      represent. After an error, the folder contains nothing that could be loaded.
+    Raises: ConfigError for a folder that is not empty or cannot be written, for weights that the layout cannot
+      represent, and for experts in codes. After an error, the folder contains nothing that could be loaded.
     """
     path = check_new_folder(folder)
     codes = dict(_codes_by_name(model))
@@ -207,6 +208,12 @@ def _note(file: Path, entries: Mapping[str, Any]) -> None:
 def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
     for name, module in model.named_modules():
         forward = replacement(module)
+        experts = forward.products if isinstance(forward, PackedExperts) else ()
+        if any(isinstance(product.matrix, CodesMatrix) for product in experts):
+            raise ConfigError(
+                f"{name} contains experts in integer codes, which cannot be saved; keep the original files, and load "
+                "them in the same way again"
+            )
         codes = forward.codes() if isinstance(forward, PackedLinear) else None
         if codes is None:
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -44,16 +44,14 @@ SIZES = {
     "num_experts_per_tok": 2,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
-MIXTURES: dict[str, Callable[..., PreTrainedModel]] = {
-    "mixtral": lambda **more: MixtralForCausalLM(
-        MixtralConfig(**SIZES, num_local_experts=8, sliding_window=None, **more)
-    ),
-    "qwen3": lambda **more: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**{**SIZES, "num_experts": 8, "moe_intermediate_size": 96, "head_dim": 16, **more})
-    ),
-    "olmoe": lambda **more: OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=8, **more)),
-    "qwen2": lambda **more: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=96, shared_expert_intermediate_size=64, **more)
+MIXTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 8, "sliding_window": None}),
+    "qwen3": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"num_experts": 8, "moe_intermediate_size": 96, "head_dim": 16}),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, {"num_experts": 8}),
+    "qwen2": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64},
     ),
 }
 """Weights of the chosen experts that add up to 1 or not, and an expert that all tokens share."""
@@ -66,7 +64,8 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels her
 
 def mixture(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return strengthen(MIXTURES[name](**more).eval(), 1, 0.05).to(dtype)
+    config, model, options = MIXTURES[name]
+    return strengthen(model(config(**{**SIZES, **options, **more})).eval(), 1, 0.05).to(dtype)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
