@@ -31,7 +31,11 @@ from fresh import forget_programs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
-BY_MODULES = {name: why.replace("its own attention code", "own kernels") for name, why in UNCOMPILED.items()}
+BY_MODULES = {
+    **{name: "own kernels" for name, why in UNCOMPILED.items() if why == "its own attention code"},
+    "deepseek-v3": "their projections have 48 and 64 outputs, which are no multiples of 32",
+    "qwen3-moe": "their projections have 48 and 64 outputs, which are no multiples of 32",
+}
 LENGTHS = [9, 40, 17]
 TREES = (
     [DraftTree.root(3)],

@@ -222,6 +222,9 @@ class Execution:
         if self.kernels is None or not self.uses_grouped_attention:
             self.why_no_program = "it does not run in the library's own kernels"
             return
+        self.why_no_program = self._why_experts_run_elsewhere()
+        if self.why_no_program:
+            return
         try:
             recording = Recording(layers, forward, of_values=not is_checked)
             programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
@@ -320,15 +323,20 @@ class Execution:
             return "it has its own attention code"
         if path := next((path for path, _ in quantised_layers(self.model)), ""):
             return f"its layers are quantised ({path}, for example)"
-        for path, experts in self.model.named_modules():
-            if is_mixture(experts) and (reason := why_not_packed(experts)):
-                return f"its experts ({path}) run in other kernels, since {reason}"
+        if reason := self._why_experts_run_elsewhere():
+            return reason
         if path := other_products(self.model):
             return f"{path} multiplies by its own matrices"
         for layer in linears(self.model):
             packed = replacement(layer)
             if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, PackedMatrix):
                 return f"a linear layer in {compute_dtype(self.model)} runs in other kernels"
+        return ""
+
+    def _why_experts_run_elsewhere(self) -> str:
+        for path, experts in self.model.named_modules():
+            if is_mixture(experts) and (reason := why_not_packed(experts)):
+                return f"its experts ({path}) run in other kernels, since {reason}"
         return ""
 
     @property
