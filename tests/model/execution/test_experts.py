@@ -175,7 +175,9 @@ def test_a_step_reads_only_the_experts_that_its_tokens_choose() -> None:
     """NaN in the packed weights of an expert changes logits where it is chosen, and nothing elsewhere."""
     model, nodes = mixture("mixtral", num_hidden_layers=1), Nodes.from_chains([[5]])
     chosen: list[int] = []
-    handle = model.model.layers[0].mlp.gate.register_forward_hook(lambda *args: chosen.extend(args[2][2].flatten().tolist()))
+    handle = model.model.layers[0].mlp.gate.register_forward_hook(
+        lambda *args: chosen.extend(args[2][2].flatten().tolist())
+    )
     with torch.inference_mode():
         model(torch.tensor([[5]]))
     handle.remove()
