@@ -39,7 +39,7 @@ from foredraft.loading.info import (
     describe,
     drafter_titles,
     eos_token_ids,
-    read_generation_config,
+    named_generation_config,
     sampling_defaults,
 )
 from foredraft.loading.models import adapter_of, is_zoo, load_model, load_tokenizer
@@ -166,6 +166,7 @@ class LLM:
         check_activations(activations)
         profile = None if profile_file is None else Profile.load(profile_file)
         check_parts(drafts)
+        defaults = named_generation_config(generation_config)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
         if isinstance(model, (str, os.PathLike)):
             stage(f"loading {os.fspath(model)}")
@@ -195,7 +196,8 @@ class LLM:
             profile=profile,
         )
         self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
-        config = read_generation_config(generation_config, loaded.model)
+        own = getattr(loaded.model, "generation_config", None)
+        config = own if defaults == AUTO else None if isinstance(defaults, str) else defaults
         self.sampling_defaults = sampling_defaults(config, self.model_info.name)
         self._eos_token_ids = eos_token_ids(loaded.model, config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self._eos_token_ids)

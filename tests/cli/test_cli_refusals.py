@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,23 @@ IDS = '{"prompt_token_ids": [1, %s]}'
 
 
 # -- before anything is loaded ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_nothing_loads")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "a", "--regex", "[0-9", *TINY], "regex is refused: .*unclosed character class"),
+        (["generate", "a", "--json-schema", '{"type": ', *TINY], "json is refused: it is not JSON"),
+        (["generate", "a", "--json-schema", '{"type": "obj"}', *TINY], "json is refused: "),
+        (["generate", "a", "--grammar", "start: (", *TINY], "grammar is refused: "),
+    ],
+)
+def test_grammars_that_cannot_be_compiled_are_refused_at_once(arguments: list[str], message: str) -> None:
+    pytest.importorskip("llguidance")
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr)
 
 
 @pytest.mark.usefixtures("_nothing_loads")
@@ -52,6 +70,7 @@ IDS = '{"prompt_token_ids": [1, %s]}'
             ["generate", "a", "--speculative-config", METHOD % ("token_recycling", "state_file"), *TINY],
             "/no/file cannot",
         ),
+        (["generate", "a", "--generation-config", "/no/folder", *TINY], "'/no/folder': this folder does not exist"),
         (["generate", "a", "--temperature", "-1"], "temperature"),
         (["generate", "a", "--num-speculative-tokens", "-1"], "-1"),
         (["generate", "a", *TINY, "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),

@@ -380,7 +380,7 @@ class SamplingOptions:
     def params(self, **more: Any) -> SamplingParams:
         """Parameters from these options and further fields. None leaves the default to the model.
 
-        Raises: ConfigError for several structures.
+        Raises: ConfigError for several structures, GrammarError for one that cannot be compiled.
         """
         given = {**vars(self), **more}
         structure = {key: given.pop(option) for key, option in _STRUCTURES.items()}
@@ -389,7 +389,10 @@ class SamplingOptions:
             if key in ("json", "grammar") and value.startswith("@"):
                 structure[key] = read_text(value.removeprefix("@"))
         if structure:
-            given["structured_outputs"] = StructuredOutputs.of(structure)
+            given["structured_outputs"] = wanted = StructuredOutputs.of(structure)
+            from foredraft.structured.grammars import check_grammar  # which loads NumPy
+
+            check_grammar(wanted)
         return replace(DEFAULTS, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -17,7 +17,7 @@ from foredraft.config.engine import Guarantee
 from foredraft.config.keywords import whole_number
 from foredraft.config.sampling import MODEL_DEFAULTS, SamplingParams
 from foredraft.config.speculative import SpeculativeConfig
-from foredraft.errors import ConfigError, error_text
+from foredraft.errors import ConfigError, error_in_words
 from foredraft.model.lm import CausalLM
 from foredraft.model.support import model_name
 from foredraft.native.threads import threads_note
@@ -259,32 +259,26 @@ AUTO, NONE = "auto", "none"
 """Names for the generation config of the model, and for no generation config."""
 
 
-def read_generation_config(given: str | os.PathLike[str] | GenerationConfig, model: PreTrainedModel) -> Any:
-    """Return the generation config with the default sampling parameters and EOS; None for no config.
-
-    Args:
-      given: "auto" for the model's own, "none" (or "vllm") for no config, a folder or hub id with a
-        ``generation_config.json``, or a config.
-      model: the model.
+def named_generation_config(given: str | os.PathLike[str] | GenerationConfig) -> str | GenerationConfig:
+    """Return the generation config of a path or hub id. "auto", "none", "vllm" and a config are returned unchanged.
 
     Raises: ConfigError if there is no config at the path.
     """
-    if isinstance(given, GenerationConfig):
-        return given
-    if given == AUTO:
-        return getattr(model, "generation_config", None)
-    if given in (NONE, "vllm"):
-        return None
+    if isinstance(given, GenerationConfig) or given in (AUTO, NONE, "vllm"):
+        return given  # type: ignore[return-value]
     folder, name = os.path.expanduser(os.fspath(given)), "generation_config.json"
     if os.path.isfile(folder):
         folder, name = os.path.split(folder)
-    try:
-        return GenerationConfig.from_pretrained(folder, name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"generation_config is {str(given)!r}: {error_text(error)}; give auto, none, or a folder with a "
-            "generation_config.json"
-        ) from None
+    if os.path.isabs(folder) and not os.path.isdir(folder):
+        reason = "this folder does not exist"
+    else:
+        try:
+            return GenerationConfig.from_pretrained(folder, name)
+        except (OSError, ValueError) as error:
+            reason = error_in_words(error)
+    raise ConfigError(
+        f"generation_config is {str(given)!r}: {reason}; give auto, none, or a folder with a generation_config.json"
+    )
 
 
 def sampling_defaults(config: GenerationConfig | None, name: str) -> dict[str, Any]:

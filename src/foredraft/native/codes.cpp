@@ -22,7 +22,7 @@
 #define NOT_INLINE __attribute__((noinline))
 
 enum { PARTS = CODES_BLOCK / LANES };     // vectors of a block
-enum { MOST_ROWS = LANES == 8 ? 2 : 8 };  // most rows that multiply packed codes; limited by registers
+enum { MOST_ROWS = LANES == 8 ? 2 : 4 };  // most rows for which a whole block is one function; more take too long to compile
 enum { MOST_BYTE_ROWS = 2 };              // the same for activations in bytes
 enum { MOST_SPLIT_ROWS = 4 };             // most rows for which 16-bit activations are multiplied byte by byte
 enum { TILE_PARTS = 2 };                  // vectors of a tile that are multiplied at a time

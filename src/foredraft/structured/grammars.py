@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
 from foredraft.config.structured import StructuredOutputs
 from foredraft.errors import ConfigError, GrammarError
 from foredraft.extras import install_command
@@ -22,6 +20,7 @@ from foredraft.structured.schemas import prepared, unheld_keywords
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("foredraft")
 
@@ -125,28 +124,10 @@ class Grammars:
         return compiled
 
     def _new(self, wanted: StructuredOutputs) -> LLMatcher:
-        try:
-            import llguidance
-        except ImportError:
-            raise ConfigError(
-                f"structured_outputs needs llguidance, which is not installed: {install_command('structured')}"
-            ) from None
+        require_llguidance()
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._read_tokenizer(), self._eos)
-        limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
-        for splits_one_of in (False, True):
-            try:
-                grammar = f"{written(wanted, splits_one_of=splits_one_of)}\n{UNFORCED}"
-            except ValueError as error:
-                raise refused(wanted, str(error)) from None
-            matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits)
-            if wanted.json is None or ONE_OF not in matcher.get_error():
-                break
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # fails if no output matches
-        if matcher.is_error():
-            raise refused(wanted, matcher.get_error())
-        return matcher
+        return _matcher(wanted, self._vocabulary.tokenizer)
 
     def _read_tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer
@@ -164,6 +145,49 @@ class Grammars:
                 f"structured_outputs cannot read the tokenizer of this model ({error}); use a fast tokenizer, which is "
                 "based on the tokenizers library"
             ) from None
+
+
+def check_grammar(wanted: StructuredOutputs) -> None:
+    """Check a grammar before a model is loaded, for a tokenizer that has one token for each byte.
+
+    A Lark grammar that may name special tokens is left to `Grammars.compile`, which knows them.
+
+    Raises: as `Grammars.compile`.
+    """
+    require_llguidance()
+    from llguidance import LLTokenizer
+
+    if wanted.grammar is None or "<" not in wanted.grammar:
+        _on_large_stack(lambda: _matcher(wanted, LLTokenizer("byte")))
+
+
+def require_llguidance() -> None:
+    """Raise ConfigError if llguidance is not installed."""
+    try:
+        import llguidance  # noqa: F401 - only whether it is there
+    except ImportError:
+        raise ConfigError(
+            f"structured_outputs needs llguidance, which is not installed: {install_command('structured')}"
+        ) from None
+
+
+def _matcher(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
+    for splits_one_of in (False, True):
+        try:
+            grammar = f"{written(wanted, splits_one_of=splits_one_of)}\n{UNFORCED}"
+        except ValueError as error:
+            raise refused(wanted, str(error)) from None
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if wanted.json is None or ONE_OF not in matcher.get_error():
+            break
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # fails if no output matches
+    if matcher.is_error():
+        raise refused(wanted, matcher.get_error())
+    return matcher
 
 
 def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
