@@ -265,7 +265,7 @@ def named_generation_config(given: str | os.PathLike[str] | GenerationConfig) ->
     Raises: ConfigError if there is no config at the path.
     """
     if isinstance(given, GenerationConfig) or given in (AUTO, NONE, "vllm"):
-        return given  # type: ignore[return-value]
+        return given
     folder, name = os.path.expanduser(os.fspath(given)), "generation_config.json"
     if os.path.isfile(folder):
         folder, name = os.path.split(folder)
