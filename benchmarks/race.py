@@ -301,6 +301,7 @@ def launches(
         "scale": options.scale,
         "execution": options.execution,
         "exactness": options.exactness,
+        **({} if options.activations is None else {"activations": options.activations}),
         "methods": json.dumps(methods),
     }
     common = [str(exported.folder), *_list("--batch-sizes", options.batch_sizes)]
@@ -1099,6 +1100,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="auto")
     made.add_argument("--execution", default="auto")
     made.add_argument("--exactness", default="default")
+    made.add_argument("--activations", choices=["int8"], help="activations of Foredraft, as in foredraft bench")
     made.add_argument("--methods", help="methods of Foredraft, as in foredraft bench")
     made.add_argument("--num-speculative-tokens", "-k", type=int)
     made.add_argument(

@@ -39,11 +39,19 @@ class Own:
     """The target, and arms over it.
 
     Args:
+      activations: to which inputs of products with few bits are rounded, as in `LLM`.
       quantization: to which its weights are rounded; what that decodes does not count.
     """
 
     def __init__(
-        self, model: str, dtype: str, scale: str, execution: str, exactness: str, quantization: str | None = None
+        self,
+        model: str,
+        dtype: str,
+        scale: str,
+        execution: str,
+        exactness: str,
+        activations: str | None = None,
+        quantization: str | None = None,
     ) -> None:
         wanted = getattr(torch, dtype)
         loaded = load_model(model, dtype=dtype)
@@ -51,9 +59,12 @@ class Own:
             cast(loaded.model, torch.float32)
             loaded = inflated(loaded, scale)
             cast(loaded.model, wanted)
-        self._arms = OwnArms(replace(loaded, quantization=quantization), model, dtype, execution, exactness)
+        given = model, dtype, execution, exactness
+        self._arms = OwnArms(replace(loaded, quantization=quantization), *given, activations=activations)
         self.quantization = quantization
         weights = "" if quantization is None else f", {quantization} weights"
+        if activations is not None:
+            weights += f", {activations} activations"
         self.numerics = f"{dtype}{weights}, {self._arms.target.execution.describe()}, {exactness} exactness"
 
     def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: Sequence[int]) -> Iterator[Entry]:
@@ -103,6 +114,7 @@ def main() -> None:
     parser.add_argument("--scale", required=True)
     parser.add_argument("--execution", required=True)
     parser.add_argument("--exactness", required=True)
+    parser.add_argument("--activations")
     parser.add_argument("--methods", type=json.loads, required=True, help="speculative configs by name, as JSON")
     parser.add_argument("--quantised", nargs="*", default=[], help="the same with weights in fewer bits, too")
     options = parser.parse_args()
@@ -112,7 +124,7 @@ def main() -> None:
     def start() -> tuple[str, list[Entry]]:
         from foredraft import __version__
 
-        where = options.model, options.dtype, options.scale, options.execution, options.exactness
+        where = options.model, options.dtype, options.scale, options.execution, options.exactness, options.activations
         own.extend(Own(*where, quantization) for quantization in (None, *options.quantised))
         entries = [entry for each in own for entry in each.entries(options.methods, options.batch_sizes)]
         return f"foredraft {__version__}", entries
