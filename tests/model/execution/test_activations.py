@@ -1,4 +1,4 @@
-"""``activations="int8"`` from end to end: the model with rounded activations is the target, and drafts do not change it."""
+"""``activations="int8"`` from end to end: the model with rounded activations is the target."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_hook_takes_it() -> None:
 
 
 def test_a_model_without_integer_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match="activations is 'int8', but no layer of .* multiplies by integer weights"):
+    with pytest.raises(ConfigError, match=r"activations is 'int8', but no layer of .* multiplies by integer weights"):
         LLM("zoo:tiny", dtype="float32", activations="int8")
     with pytest.raises(ConfigError, match="activations is 'int7'"):
         LLM("zoo:tiny", dtype="float32", quantization="int8", activations="int7")
