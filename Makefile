@@ -21,7 +21,7 @@ FOLLOW_TRANSFORMERS = tests/test_llm.py tests/hf tests/unit/test_package.py \
 	$(addprefix tests/loading/test_,compressed.py gptq.py loading.py torchao.py) \
 	$(addprefix tests/model/test_,model_state.py node_logits.py padding.py probe.py quantised_models.py refusals.py) \
 	tests/model/cache/test_cache_state.py \
-	$(addprefix tests/model/execution/test_,compiled.py execution.py native_program.py other_machines.py) \
+	$(addprefix tests/model/execution/test_,compiled.py execution.py experts.py native_program.py other_machines.py) \
 	$(addprefix tests/train/test_,train.py train_draft_model.py) tests/zoo
 PIP = -m pip install --quiet --disable-pip-version-check
 

@@ -21,22 +21,17 @@ from foredraft.native.packed_matmul import CODES_BLOCK
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """Names of the parameters of gated experts: both inner projections of every expert, the gate first; and the outer
 one."""
-_USUAL = {
-    "has_gate": True,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-    "_is_expert_parallel": False,
-}
-"""Attributes of experts that `PackedExperts` computes, as transformers sets them."""
+_MARKS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+_USUAL = {**_MARKS, "has_post_expert_norm": False, "_is_expert_parallel": False}
+"""Attributes of experts that `PackedExperts` computes, as transformers sets them. All versions set the first four; one
+that does not set the others lacks what they switch on."""
 _USUAL_GATE = "_default_apply_gate"
 """Function of transformers that multiplies the activated gate by the other inner projection."""
 
 
 def is_mixture(module: nn.Module) -> bool:
     """Return whether a module consists of experts whose weights transformers stacks."""
-    return all(hasattr(module, name) for name in _USUAL) and isinstance(getattr(module, DOWN, None), nn.Parameter)
+    return all(hasattr(module, name) for name in _MARKS) and isinstance(getattr(module, DOWN, None), nn.Parameter)
 
 
 def why_not_packed(module: nn.Module) -> str:
@@ -44,7 +39,7 @@ def why_not_packed(module: nn.Module) -> str:
 
     The structure decides, so that a model on the meta device gives the same answer.
     """
-    changed = next((name for name, usual in _USUAL.items() if getattr(module, name) != usual), None)
+    changed = next((name for name, usual in _USUAL.items() if getattr(module, name, usual) != usual), None)
     if changed is not None:
         return f"{changed.lstrip('_')} is {getattr(module, changed)}"
     if getattr(getattr(type(module), "_apply_gate", None), "__qualname__", "") != _USUAL_GATE:
