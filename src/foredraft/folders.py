@@ -316,6 +316,29 @@ def only_writer(file: Path) -> Iterator[None]:
 
 
 @contextmanager
+def only_user(folder: Path, lock: str) -> Iterator[None]:
+    """Context manager that creates a folder and locks it against other users of this function.
+
+    A folder that contains nothing at the end is deleted: what failed before its first result leaves nothing.
+
+    Args:
+      lock: name of the lock file inside the folder. It is deleted with the folder.
+
+    Raises: ConfigError if another process has the lock; OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / lock
+    with only_writer(file):
+        try:
+            yield
+        finally:
+            if list(folder.iterdir()) == [file]:
+                with suppress(OSError):
+                    file.unlink()
+                    folder.rmdir()
+
+
+@contextmanager
 def locked(file: Path, longest_wait_seconds: float) -> Iterator[bool]:
     """Context manager that waits for a lock between processes.
 

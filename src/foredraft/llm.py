@@ -180,6 +180,7 @@ class LLM:
             quantization=quantization,
             weights=weights,
             with_tokenizer=chosen is None,
+            max_model_len=max_model_len,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
         stage(f"preparing and testing {loaded.name}", logging.DEBUG)

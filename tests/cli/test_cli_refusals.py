@@ -168,6 +168,10 @@ def test_arguments_are_refused_before_a_model_is_loaded(arguments: list[str], me
         (["train", "eagle", *TINY, "--out", "OUT", "--own-prompts", "8", "--execution", "fast"], "execution='fast'"),
         (["tune", "--num-prompts", "4", "zoo:no-such", "--budget", "5"], "'no-such' is not a model of the zoo"),
         (["tune", "./nowhere"], "nowhere does not exist"),
+        (
+            ["chat", *TINY, "--max-model-len", "9999"],
+            "max_model_len is 9999, but zoo:tiny has a context of 2048; lower",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -178,6 +182,7 @@ def test_models_that_do_not_exist_are_refused(
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert not any(tmp_path.iterdir())  # a refusal leaves no folder
 
 
 def test_neither_help_nor_refusals_nor_configs_wait_for_torch() -> None:

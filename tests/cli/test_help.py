@@ -94,6 +94,12 @@ def test_help_all_after_a_double_dash_is_a_prompt() -> None:
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize("arguments", [["methods", "--help-all"], ["--help-all", "methods"]])
+def test_help_all_of_a_verb_that_does_not_exist_is_refused(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code == 2) == (arguments[0] == "methods")
+
+
 SIGN = """
 import sys
 class Watch:

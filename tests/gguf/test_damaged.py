@@ -231,3 +231,29 @@ def test_more_tokens_than_rows_of_the_embedding_are_refused(tmp_path: Path) -> N
     metadata = {"tokenizer.ggml.tokens": [str(number) for number in range(513)]}
     with pytest.raises(CheckpointError, match=r"tokens is a list of 513, but token_embd\.weight has 512 rows"):
         load_model(write_llama(tmp_path / "m.gguf", metadata=metadata).path)
+
+
+@pytest.mark.parametrize(
+    "odd", [b"", b"a" * 255, b"a" * 256, b"\0", b"a\0b", b"\0" * 9, b"\xff", b"\xe2\x96", "\u2581".encode()]
+)
+@pytest.mark.parametrize("at", [0, 1, 4095, 4096, 5000, -1])
+def test_long_lists_of_text_are_read_exactly(tmp_path: Path, odd: bytes, at: int) -> None:
+    """Short text is read thousands at a time; text that is empty, long or contains zeros stands for itself."""
+    texts = [b"%d" % number for number in range(5001)]
+    texts[at] = odd
+    array = struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    entries = {
+        b"general.architecture": struct.pack("<IQ", 8, 5) + b"llama",
+        b"texts": array,
+        b"after": struct.pack("<II", 4, 7),
+    }
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries))
+    header += b"".join(struct.pack("<Q", len(key)) + key + value for key, value in entries.items())
+    file = tmp_path / "texts.gguf"
+    file.write_bytes(header)
+    read = read_header(file).metadata
+    assert read["texts"] == [text.decode(errors="replace") for text in texts]
+    assert read["after"] == 7
+    file.write_bytes(header[: -(len(texts[-1]) + 30)])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        read_header(file)

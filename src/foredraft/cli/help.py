@@ -43,7 +43,10 @@ class _Help:
     def show_whole(self, ctx: Any, args: list[str]) -> None:
         """Show the whole help and exit if the arguments contain ``--help-all``."""
         verbs: Any = getattr(ctx.command, "commands", ())
-        own = takewhile(lambda argument: argument != "--" and argument not in verbs, args)
+        ends = bool(verbs) and not ctx.command.invoke_without_command  # at the first word, which may be no verb
+        own = takewhile(
+            lambda argument: argument != "--" and argument not in verbs and not (ends and argument[:1] != "-"), args
+        )
         if HELP_ALL in own:
             typer.echo(rendered(ctx, is_whole=True), color=ctx.color)
             ctx.exit()

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from foredraft.cli.options import AsJson, EngineOptions, Loading, numbers, takes_groups
 from foredraft.cli.running import choose_model, exit_codes, load_llm, put_json, show_loading, writing
-from foredraft.folders import only_writer
+from foredraft.folders import only_user
 
 if TYPE_CHECKING:
     from foredraft.train.run import Training
@@ -128,8 +128,7 @@ def train(
         )  # fmt: skip
         plan.check()
         with writing(out):
-            out.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(only_writer(out / ".running"))
+            stack.enter_context(only_user(out, ".running"))
         name = choose_model(target)
         show_loading(name)
         from foredraft.train.run import Training

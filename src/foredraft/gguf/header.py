@@ -31,6 +31,8 @@ PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Dtypes of tensors without quantised blocks, by type number."""
 _MOST_BYTES = 2**27
 """Limit on bytes of a header. Vocabularies take about 10 MB, and Python's lists several times the bytes of the file."""
+_AT_A_TIME = 4096
+"""Number of strings that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -263,17 +265,33 @@ class _Reader:
 
     def strings(self, count: int) -> list[str]:
         """Read many strings at once, since vocabularies have hundreds of thousands."""
-        found, data, place = list[str](), self.data, self.place
-        last, length_at = min(self.num_bytes, _MOST_BYTES), struct.Struct("<Q").unpack_from
-        while len(found) < count and place + 8 <= last:
-            end = place + 8 + length_at(data, place)[0]
-            if end > last:
-                break
-            found.append(data[place + 8 : end].decode("utf-8", errors="replace"))
-            place = end
-        self.place = place
-        if len(found) < count:  # reading the next one raises the error
-            self.string()
+        found = list[str]()
+        while len(found) < count:
+            short = self._short_strings(min(_AT_A_TIME, count - len(found)))
+            found += short
+            left = count - len(found)
+            found += [self.string() for _ in range(min(left, 1 if short else _AT_A_TIME))]
+        return found
+
+    def _short_strings(self, count: int) -> list[str]:
+        """Read up to ``count`` strings, those before the first that is empty, has more than 255 bytes or zeros.
+
+        A length has eight bytes, of which the last seven are zeros here. What is between such zeros is a string and the
+        first byte of the next length. If the lengths agree, so do the places.
+        """
+        data = self.data[self.place : min(self.num_bytes, _MOST_BYTES, self.place + 64 * count)]
+        pieces = data.split(bytes(7), count)
+        lengths = [piece[-1] if piece else 0 for piece in pieces[:-1]]
+        if len(pieces) < 2 or len(pieces[0]) != 1:
+            return []
+        strings = [piece[:-1] for piece in pieces[1:-1]] + [pieces[-1][: lengths[-1]]]
+        sizes, num_right = list(map(len, strings)), len(strings)
+        if sizes != lengths or not all(lengths):
+            num_right = next(i for i, size in enumerate(sizes) if size != lengths[i] or not size)
+        found = b"\0".join(strings[:num_right]).decode("utf-8", errors="replace").split("\0")
+        if not num_right or len(found) != num_right:
+            return []
+        self.place += 8 * num_right + sum(lengths[:num_right])
         return found
 
     def take(self, code: str) -> Any:

@@ -27,7 +27,7 @@ from foredraft.gguf import missing_packages
 from foredraft.gguf.header import INPUT, PLAIN, Header, TensorInfo, aligned
 from foredraft.gguf.metadata import check_metadata
 from foredraft.gguf.weights import read_weights, type_name
-from foredraft.model.building import build, without_weights
+from foredraft.model.building import build, fill, without_weights
 from foredraft.model.execution.rounding import take_codes
 from foredraft.progress import no_warnings
 
@@ -97,6 +97,7 @@ def config_of(header: Header) -> Any:
             setattr(config, attribute, header.of_architecture(key))
     _check_base(config, header)
     _scale_positions(config, header)
+    config.name_or_path = str(header.path.parent)
     return config
 
 
@@ -138,9 +139,11 @@ def load(
     structure = without_weights(config_of(header)) if structure is None else structure
     _check_sizes(structure, header)
     weights = read_weights(header, structure, dtype, as_stored=as_stored)
-    model, missing, _ = build(type(structure), structure.config, weights.state, dtype)
+    model, missing = structure, list[str]()
+    if not fill(structure, weights.state, dtype):
+        model, missing, _ = build(type(structure), structure.config, weights.state, dtype)
     _check_complete(model, missing, header)
-    model.config.name_or_path = model.name_or_path = str(header.path.parent)
+    model.name_or_path = model.config.name_or_path = structure.config.name_or_path
     if ends := end_token_ids(header):
         model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     if as_stored:

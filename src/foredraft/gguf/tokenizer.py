@@ -90,6 +90,7 @@ def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
     except BaseException as error:  # tokenizers raises plain exceptions, and panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
+        check_merges(header)
         raise CheckpointError(
             f"the tokenizer in {header.path} cannot be built ({' '.join(str(error).split())[:200]}): the file is "
             "damaged. Download it again, or give the tokenizer of the original model: tokenizer=DIRECTORY or a hub id"
@@ -112,7 +113,7 @@ def _byte_level(tokens: Sequence[str], entries: Mapping[str, Any], header: Heade
             header.path,
             name,
         )
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     bpe = models.BPE(vocab, _merges(entries, header), ignore_merges=name in _WHOLE_WORDS_FIRST)
     backend = Tokenizer(bpe)
     backend.pre_tokenizer = split
@@ -166,18 +167,16 @@ def _merges(entries: Mapping[str, Any], header: Header) -> list[tuple[str, str]]
     lines = entries.get("ggml.merges")
     if not isinstance(lines, list):
         raise CheckpointError(f"{header.path} contains no merges for its tokens; convert the model again")
-    try:
-        merges = [(left, right) for left, right in (line.split(" ", 1) for line in lines)]
-    except ValueError:
-        raise CheckpointError(f"{header.path} contains a merge that is not two tokens; download it again") from None
-    check_merges(header, merges, entries["ggml.tokens"])
+    merges = [line.partition(" ")[::2] for line in lines]
+    if not all(map(itemgetter(1), merges)):
+        raise CheckpointError(f"{header.path} contains a merge that is not two tokens; download it again")
     return merges
 
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any]) -> None:
     """Add the tokens that are never split or merged: control tokens, and tokens added by the model's authors."""
     types = entries.get("ggml.token_type") or []
-    kinds = list(zip(tokens, types, strict=bool(types)))
+    kinds = [(token, kind) for token, kind in zip(tokens, types, strict=bool(types)) if kind != _NORMAL]
     control = [AddedToken(token, normalized=False, special=True) for token, kind in kinds if kind == _CONTROL]
     added = [AddedToken(token, normalized=False, special=False) for token, kind in kinds if kind == _USER_DEFINED]
     backend.add_special_tokens(control)

@@ -61,6 +61,7 @@ def load_model(
     weights: str | None = None,
     widest_dtype: torch.dtype | None = None,
     with_tokenizer: bool = True,
+    max_model_len: int | None = None,
 ) -> Loaded:
     """Load a model by name, or prepare one that is loaded already.
 
@@ -78,6 +79,7 @@ def load_model(
         them to the dtype. None: as stored if the file is quantised and this is a CPU with kernels.
       widest_dtype: dtype that "auto" uses instead of any wider one.
       with_tokenizer: load the tokenizer of the model as well.
+      max_model_len: length of sequences that the model must have a context for; refused before weights are read.
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
@@ -92,6 +94,7 @@ def load_model(
     place = choose_device(device)
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     front = _header(source) if source.is_gguf else _config(source)
+    _check_context(source, front, max_model_len)
     if weights is None and quantization is None and isinstance(front, Header):
         weights = STORED if _can_run_stored(front, dtype, place) else None
     weights = None if weights == DEQUANTIZED else weights
@@ -244,6 +247,18 @@ def _config(source: Source) -> Any:
             "models"
         )
     return config
+
+
+def _check_context(source: Source, front: Any, max_model_len: int | None) -> None:
+    """Refuse a limit beyond every context of the model. Some models have less, which the engine finds out."""
+    if isinstance(front, Header):
+        context = front.of_architecture("context_length")
+    else:
+        context = getattr(front.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(context, int) and context < (max_model_len or 0):
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but {source.name} has a context of {context}; lower max_model_len"
+        )
 
 
 def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:

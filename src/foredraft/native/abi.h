@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 // ---- products and attention ----
 
 struct Matrix {

@@ -18,7 +18,6 @@
 #include <string.h>
 #include <vector>
 
-#define ALWAYS_INLINE inline __attribute__((always_inline))
 #define NOT_INLINE __attribute__((noinline))
 
 enum { PARTS = CODES_BLOCK / LANES };     // vectors of a block

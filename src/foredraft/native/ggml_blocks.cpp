@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 #include <string.h>
+#include <type_traits>
 
 namespace {  // keeps the names local to this file
 
@@ -29,26 +30,49 @@ struct Block {
 };
 
 struct Shape {
-  int64_t size, bytes, group, middle;  // weights and bytes of a block; weights of a group
+  int64_t size, bytes, bits, group, middle;  // weights and bytes of a block; bits of a code; weights of a group
   bool has_zeros;
   int64_t scale_kind;  // FLOAT16; FLOAT32; or MULTIPLES, if several groups share a scale in half precision
 };
 
-Shape shape_of(int64_t type) {
+constexpr Shape shape_of(int64_t type) {
   switch (type) {
-    case Q4_0: return {32, 18, 32, 8, false, FLOAT16};
-    case Q4_1: return {32, 20, 32, 0, true, FLOAT16};
-    case Q5_0: return {32, 22, 32, 16, false, FLOAT16};
-    case Q5_1: return {32, 24, 32, 0, true, FLOAT16};
-    case Q8_0: return {32, 34, 32, 128, false, FLOAT16};
-    case Q2_K: return {256, 84, 16, 0, true, MULTIPLES};
-    case Q3_K: return {256, 110, 16, 8, false, MULTIPLES};
-    case Q4_K: return {256, 144, 32, 0, true, MULTIPLES};
-    case Q5_K: return {256, 176, 32, 0, true, MULTIPLES};
-    case Q6_K: return {256, 210, 16, 32, false, MULTIPLES};
-    case IQ4_NL: return {32, 18, 32, 128, false, FLOAT16};
-    case IQ4_XS: return {256, 136, 32, 128, false, MULTIPLES};
-    default: return {32, 17, 32, 16, false, FLOAT32};  // MXFP4
+    case Q4_0: return {32, 18, 4, 32, 8, false, FLOAT16};
+    case Q4_1: return {32, 20, 4, 32, 0, true, FLOAT16};
+    case Q5_0: return {32, 22, 5, 32, 16, false, FLOAT16};
+    case Q5_1: return {32, 24, 5, 32, 0, true, FLOAT16};
+    case Q8_0: return {32, 34, 8, 32, 128, false, FLOAT16};
+    case Q2_K: return {256, 84, 4, 16, 0, true, MULTIPLES};
+    case Q3_K: return {256, 110, 4, 16, 8, false, MULTIPLES};
+    case Q4_K: return {256, 144, 4, 32, 0, true, MULTIPLES};
+    case Q5_K: return {256, 176, 5, 32, 0, true, MULTIPLES};
+    case Q6_K: return {256, 210, 6, 16, 32, false, MULTIPLES};
+    case IQ4_NL: return {32, 18, 8, 32, 128, false, FLOAT16};
+    case IQ4_XS: return {256, 136, 8, 32, 128, false, MULTIPLES};
+    default: return {32, 17, 5, 32, 16, false, FLOAT32};  // MXFP4
+  }
+}
+
+// Calls use(type) with the number of a type as a constant.
+template <typename Use>
+void with_type(int64_t type, const Use& use) {
+  switch (type) {
+#define OF_TYPE(name) \
+  case name: return use(std::integral_constant<int64_t, name>())
+    OF_TYPE(Q4_0);
+    OF_TYPE(Q4_1);
+    OF_TYPE(Q5_0);
+    OF_TYPE(Q5_1);
+    OF_TYPE(Q8_0);
+    OF_TYPE(Q2_K);
+    OF_TYPE(Q3_K);
+    OF_TYPE(Q4_K);
+    OF_TYPE(Q5_K);
+    OF_TYPE(Q6_K);
+    OF_TYPE(IQ4_NL);
+    OF_TYPE(IQ4_XS);
+    OF_TYPE(MXFP4);
+#undef OF_TYPE
   }
 }
 
@@ -61,25 +85,29 @@ Float16 half_at(const uint8_t* from) {
 Float16 negative(Float16 half) { return {(uint16_t)(half.bits ^ 0x8000)}; }
 
 // Writes the lower halves of `count` bytes as codes, followed by their upper halves.
-void take_halves(const uint8_t* from, int64_t count, uint8_t* codes) {
+ALWAYS_INLINE void take_halves(const uint8_t* __restrict from, int64_t count, uint8_t* __restrict codes) {
   for (int64_t i = 0; i < count; ++i) codes[i] = from[i] & 15, codes[count + i] = from[i] >> 4;
 }
 
 // The same, with codes for the weights in a table.
-void take_listed(const uint8_t* from, const int8_t* weights, int middle, uint8_t* codes) {
+ALWAYS_INLINE void take_listed(const uint8_t* from, const int8_t* weights, int middle, uint8_t* codes) {
   take_halves(from, 16, codes);
   for (int64_t i = 0; i < 32; ++i) codes[i] = (uint8_t)(weights[codes[i]] + middle);
 }
 
 // Adds fifth bits, which four bytes contain, to 32 codes.
-void add_fifths(const uint8_t* from, uint8_t* codes) {
-  uint32_t bits;
-  memcpy(&bits, from, 4);
-  for (int i = 0; i < 32; ++i) codes[i] |= (bits >> i & 1) << 4;
+ALWAYS_INLINE void add_fifths(const uint8_t* from, uint8_t* codes) {
+  for (int i = 0; i < 4; ++i) {  // eight bits become one per byte, then 0x80 or less, then 16
+    const uint64_t bits = from[i] * 0x0101010101010101 & 0x8040201008040201;
+    uint64_t eight;
+    memcpy(&eight, codes + 8 * i, 8);
+    eight |= (bits + 0x7f7f7f7f7f7f7f7f & 0x8080808080808080) >> 3;
+    memcpy(codes + 8 * i, &eight, 8);
+  }
 }
 
 // Reads scale and zero of a superblock, and those of its eight groups, which have six bits each.
-void take_scales(const uint8_t* from, Block& to) {
+ALWAYS_INLINE void take_scales(const uint8_t* __restrict from, Block& __restrict to) {
   to.scale = half_at(from), to.zero = negative(half_at(from + 2));
   const uint8_t *lower = from + 4, *middle = from + 8, *upper = from + 12;
   for (int64_t i = 0; i < 4; ++i) {
@@ -88,7 +116,7 @@ void take_scales(const uint8_t* from, Block& to) {
   }
 }
 
-void take_block(int64_t type, const uint8_t* from, Block& to) {
+ALWAYS_INLINE void take_block(int64_t type, const uint8_t* __restrict from, Block& __restrict to) {
   switch (type) {
     case Q8_0:
       to.scale = half_at(from);
@@ -160,25 +188,49 @@ void take_block(int64_t type, const uint8_t* from, Block& to) {
   }
 }
 
-// Packs block `number` of a row.
-void pack_block(const Matrix& matrix, const Shape& shape, const Block& block, int64_t number, const Place& place) {
-  const int64_t groups = shape.size / shape.group;
-  place.write_many(number * shape.size, block.codes, shape.size);
+// Packs block `number` of a row of a type.
+template <int64_t TYPE>
+ALWAYS_INLINE void pack_block(const Matrix& matrix, const Block& block, int64_t number, const Place& place) {
+  constexpr Shape shape = shape_of(TYPE);
+  constexpr int64_t groups = shape.size / shape.group;
+  place.write_many<shape.bits>(number * shape.size, block.codes, shape.size);
   const int64_t first = place.of_group(number * groups);
-  switch (shape.scale_kind) {
-    case FLOAT32: ((float*)matrix.scales)[first] = block.wide_scale; return;
-    case FLOAT16:
-      ((Float16*)matrix.scales)[first] = block.scale;
-      if (shape.has_zeros) ((Float16*)matrix.zeros)[first] = block.zero;
-      return;
+  if constexpr (shape.scale_kind == FLOAT32) {
+    ((float*)matrix.scales)[first] = block.wide_scale;
+  } else if constexpr (shape.scale_kind == FLOAT16) {
+    ((Float16*)matrix.scales)[first] = block.scale;
+    if (shape.has_zeros) ((Float16*)matrix.zeros)[first] = block.zero;
+  } else {
+    const int64_t shared = (first / CODES_BLOCK >> matrix.half_shift) * CODES_BLOCK + place.lane;
+    ((Float16*)matrix.scale_halves)[shared] = block.scale;
+    if (shape.has_zeros) ((Float16*)matrix.zero_halves)[shared] = block.zero;
+    for (int64_t group = 0; group < groups; ++group) {
+      ((int8_t*)matrix.scales)[first + group * CODES_BLOCK] = block.multiples[group];
+      if (shape.has_zeros) ((int8_t*)matrix.zeros)[first + group * CODES_BLOCK] = block.zero_multiples[group];
+    }
   }
-  const int64_t shared = (first / CODES_BLOCK >> matrix.half_shift) * CODES_BLOCK + place.lane;
-  ((Float16*)matrix.scale_halves)[shared] = block.scale;
-  if (shape.has_zeros) ((Float16*)matrix.zero_halves)[shared] = block.zero;
-  for (int64_t group = 0; group < groups; ++group) {
-    ((int8_t*)matrix.scales)[first + group * CODES_BLOCK] = block.multiples[group];
-    if (shape.has_zeros) ((int8_t*)matrix.zeros)[first + group * CODES_BLOCK] = block.zero_multiples[group];
-  }
+}
+
+// Packs rows as outputs `first` and following, all in one block of outputs. `order`: as below.
+template <int64_t TYPE>
+void pack_rows(const Matrix& matrix, const uint8_t* rows, const int64_t* order, int64_t row, int64_t count, int64_t first) {
+  constexpr Shape shape = shape_of(TYPE);
+  const int64_t blocks = matrix.inputs / shape.size;
+  Place place(matrix, first);
+  const int64_t lane = place.lane;
+  constexpr int64_t at_a_time = AT_A_TIME / shape.size;
+  Block block = {};
+  for (int64_t begin = 0; begin < blocks; begin += at_a_time)
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* from = rows + (order ? order[row + i] : row + i) * blocks * shape.bytes + begin * shape.bytes;
+      for (int64_t byte = 0; byte < at_a_time * shape.bytes; byte += 64)  // the next blocks of 32 rows are too many streams
+        _mm_prefetch((const char*)from + at_a_time * shape.bytes + byte, _MM_HINT_T0);
+      place.lane = lane + i;
+      for (int64_t number = 0; number < least(at_a_time, blocks - begin); ++number) {
+        take_block(TYPE, from + number * shape.bytes, block);
+        pack_block<TYPE>(matrix, block, begin + number, place);
+      }
+    }
 }
 
 template <bool HAS_ZEROS, typename T>
@@ -206,19 +258,10 @@ void read_row(int64_t type, const Shape& shape, const uint8_t* row, int64_t inpu
 // Packs rows of blocks as outputs `first` and following of a matrix. `order`: the row of each output; null for the same.
 extern "C" void foredraft_pack_blocks(const Matrix* matrix, int64_t type, const uint8_t* rows, const int64_t* order,
                                       int64_t first, int64_t count, int threads) {
-  const Shape shape = shape_of(type);
-  const int64_t blocks = matrix->inputs / shape.size, at_a_time = AT_A_TIME / shape.size;
-  share_blocks(first, count, threads, [=](int64_t row, int64_t num_rows) {
-    Block block = {};
-    for (int64_t begin = 0; begin < blocks; begin += at_a_time)
-      for (int64_t i = row; i < row + num_rows; ++i) {
-        const Place place(*matrix, first + i);
-        const uint8_t* from = rows + (order ? order[i] : i) * blocks * shape.bytes;
-        for (int64_t number = begin; number < least(begin + at_a_time, blocks); ++number) {
-          take_block(type, from + number * shape.bytes, block);
-          pack_block(*matrix, shape, block, number, place);
-        }
-      }
+  with_type(type, [=](auto constant) {
+    share_blocks(first, count, threads, [=](int64_t row, int64_t num_rows) {
+      pack_rows<decltype(constant)::value>(*matrix, rows, order, row, num_rows, first + row);
+    });
   });
 }
 

@@ -28,11 +28,20 @@ struct Place {  // of an output
 
   uint8_t* line(int64_t number) const { return codes + (number * CODES_BLOCK + lane) * 4; }
 
-  // Writes codes, beginning at an input whose index is a multiple of a unit. `count` is a multiple of 8.
+  // Writes codes of BITS bits, beginning at an input whose index is a multiple of a unit. `count` is a multiple of 8.
+  template <int BITS>
   void write_many(int64_t input, const uint8_t* from, int64_t count) const {
-    if (bits == 5) return write_units<1>(input, from, count);
-    if (bits == 6) return write_units<2>(input, from, count);
-    for (int64_t i = 0; i < count; i += 8) write(input + i, from + i);
+    if constexpr (BITS == 5 || BITS == 6) return write_units<BITS - 4>(input, from, count);
+    for (int64_t i = 0; i < count; i += 8) {
+      uint32_t first, second;
+      memcpy(&first, from + i, 4), memcpy(&second, from + i + 4, 4);
+      if constexpr (BITS == 8) {
+        memcpy(line((input + i) / 4), &first, 4), memcpy(line((input + i) / 4 + 1), &second, 4);
+      } else {
+        const uint32_t both = first | second << 4;
+        memcpy(line((input + i) / 8), &both, 4);
+      }
+    }
   }
 
   template <int SHARE>

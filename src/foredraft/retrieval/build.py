@@ -15,7 +15,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.errors import ConfigError, DatastoreError
-from foredraft.folders import only_writer, sha256_of
+from foredraft.folders import only_user, sha256_of
 from foredraft.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, TextPiece, batches, find_files
 from foredraft.retrieval.manifest import (
     MANIFEST,
@@ -197,18 +197,16 @@ class _Builder:
 
     def run(self, base: DatastoreManifest) -> DatastoreManifest:
         """Write all files as shards after those of ``base``."""
-        with writing(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with only_writer(self._folder / LOCK):
-                self._num_base = len(base.shards)
-                self._state = self._resumed()
-                self._take_files()
-                if not self._state.shards:
-                    raise DatastoreError("the corpus is empty: its files contain no tokens; give a file with text")
-                sources = tuple((str(file.path), file.num_bytes) for file in self._files)
-                manifest = replace(base, shards=(*base.shards, *self._state.shards), sources=(*base.sources, *sources))
-                manifest.write(self._folder)
-                (self._folder / STATE).unlink()
+        with writing(self._folder), only_user(self._folder, LOCK):
+            self._num_base = len(base.shards)
+            self._state = self._resumed()
+            self._take_files()
+            if not self._state.shards:
+                raise DatastoreError("the corpus is empty: its files contain no tokens; give a file with text")
+            sources = tuple((str(file.path), file.num_bytes) for file in self._files)
+            manifest = replace(base, shards=(*base.shards, *self._state.shards), sources=(*base.sources, *sources))
+            manifest.write(self._folder)
+            (self._folder / STATE).unlink()
         return manifest
 
     def _resumed(self) -> State:

@@ -24,7 +24,9 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
     found: list[Any] = [
         (name, _plain(value))
         for name, value in vars(module).items()
-        if name not in ("layer_idx", "training") and not name.startswith("_") and not isinstance(value, Rowwise)
+        if name not in ("layer_idx", "name_or_path", "training")
+        and not name.startswith("_")
+        and not isinstance(value, Rowwise)
     ]
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         found.append((name, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
