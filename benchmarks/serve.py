@@ -5,10 +5,11 @@
 
 Every client requests one streamed chat answer after another, over its own connection. Servers take turns with the same
 prompts. A server whose process id is given is stopped (SIGSTOP) while another is measured. No server gets a prompt
-twice, so no prompt is cached; two names of one process count as one server here. Tokens are counted by the model's
-tokenizer in the received text, so servers that send several tokens in a chunk are counted alike. Time is measured from
-the first request of a turn to the end of its last answer. `--llm METHOD` also decodes the same rows with `LLM` in this
-process, as many at once as there are clients, and compares the outputs.
+twice, so no prompt is cached. Two names of one process are one server, though: the second finds the prompts of the first
+in the cache, unless the server was started with `--num-cached-prefixes 0`. Tokens are counted by the model's tokenizer
+in the received text, so servers that send several tokens in a chunk are counted alike. Time is measured from the first
+request of a turn to the end of its last answer. `--llm METHOD` also decodes the same rows with `LLM` in this process, as
+many at once as there are clients, and compares the outputs.
 """
 
 from __future__ import annotations

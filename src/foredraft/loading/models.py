@@ -151,6 +151,7 @@ def adapter_of(
         kv_cache_dtype=kv_cache_dtype,
         activations=activations,
         weights=loaded.identity,
+        name=loaded.name,
     )
 
 

@@ -75,6 +75,7 @@ class CausalLM:
       activations: "int8": round the inputs of integer weights to 8 bits. None: to 16 bits.
       weights: identity of the values of the weights (`foredraft.loading.identity`). The result of the test is then kept
         on disk, and the result of an earlier start replaces the test (`foredraft.model.verdicts`). None: always test.
+      name: name in messages; by default the path or hub id that the model was loaded from.
 
     Attributes:
       vocab_size: V, the number of tokens that have a logit.
@@ -105,6 +106,7 @@ class CausalLM:
         kv_cache_dtype: str = "auto",
         activations: str | None = None,
         weights: str | None = None,
+        name: str | None = None,
     ) -> None:
         model = check_supported(model)
         asked = {"execution": execution, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
@@ -116,7 +118,7 @@ class CausalLM:
         self._probes: dict[Any, Probe] = {}  # by structure of the model
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
-        self.name = model_name(model)
+        self.name = name or model_name(model)
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
         self.num_embeddings: int = model.get_input_embeddings().weight.shape[0]
@@ -245,7 +247,7 @@ class CausalLM:
         """Turn this object into the adapter of the changed model, so that existing references stay valid."""
         known = self._probes.get(state.structure)
         probe = bool(self._probes) and known is None
-        fresh = CausalLM(model, probe=probe, earlier=self.execution, **self._asked)
+        fresh = CausalLM(model, probe=probe, earlier=self.execution, name=self.name, **self._asked)
         if known is not None:
             fresh._judge(known)
         while len(self._probes) >= MAX_PROBES:
