@@ -82,6 +82,7 @@ def test_forked_processes_say_the_same() -> None:
     assert run()[0] == "0 0 True"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
 def test_layers_that_are_compiled_for_more_threads_are_refused_in_them() -> None:
     said = run()[1:]

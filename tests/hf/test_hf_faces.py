@@ -336,7 +336,6 @@ def test_a_slow_first_call_says_what_it_does_at_a_terminal(
     assert is_said.is_set()
     start = "\n" if has_streamer else ""
     assert capsys.readouterr() == ("", f"{start}foredraft: preparing and testing the model ...\n")
-    is_said.clear()
     monkeypatch.setattr("foredraft.progress.threading.Timer", None)  # the second call starts none
     generate(model, custom_generate=hook)
     assert capsys.readouterr() == ("", "")

@@ -80,7 +80,7 @@ def run_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[
     return subprocess.CompletedProcess(command, 0)
 
 
-READ_FIRST = "README.md", "quickstart.md", "generate_hook.md"
+READ_FIRST = ("README.md",)
 """Pages whose code is run by `make test`; `.ci/run` runs that of all pages."""
 
 
@@ -164,6 +164,7 @@ def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.name)
 def test_notebooks_run(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their cells in order, in one namespace, as a kernel runs them; the outputs that are kept contain no warning."""

@@ -70,7 +70,7 @@ def test_the_wheel_works_from_an_empty_directory(built: Path, tmp_path: Path) ->
     assert json.loads(done.stdout)["num_generated_tokens"] == 8
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_both_hold_the_licence_and_the_models(built: Path) -> None:
     """There was no LICENSE file at all."""
     names = set(wheel_of(built).namelist())
