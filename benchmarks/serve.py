@@ -3,13 +3,13 @@
     python benchmarks/serve.py --server plain=http://127.0.0.1:8000,plain --server llama.cpp=http://127.0.0.1:8001 \\
         --pid plain=4711 --pid llama.cpp=4712 --llm none --clients 1 4 8 16 --rounds 2 --turns 3
 
-Every client requests one streamed chat answer after another, over its own connection. Servers take turns with the same
-prompts. A server whose process id is given is stopped (SIGSTOP) while another is measured. No server gets a prompt
-twice, so no prompt is cached. Two names of one process are one server, though: the second finds the prompts of the first
-in the cache, unless the server was started with `--num-cached-prefixes 0`. Tokens are counted by the model's tokenizer
-in the received text, so servers that send several tokens in a chunk are counted alike. Time is measured from the first
-request of a turn to the end of its last answer. `--llm METHOD` also decodes the same rows with `LLM` in this process, as
-many at once as there are clients, and compares the outputs.
+Every client requests one streamed chat answer after another, over its own connection. Servers take turns with the
+same prompts. A server whose process id is given is stopped (SIGSTOP) while another is measured. No server gets a
+prompt twice, so no prompt is cached. Two names of one process are one server, though: the second finds the prompts of
+the first in the cache, unless the server was started with `--num-cached-prefixes 0`. Tokens are counted by the
+model's tokenizer in the received text, so servers that send several tokens in a chunk are counted alike. Time is
+measured from the first request of a turn to the end of its last answer. `--llm METHOD` also decodes the same rows
+with `LLM` in this process, as many at once as there are clients, and compares the outputs.
 """
 
 from __future__ import annotations
